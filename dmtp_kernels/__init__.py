@@ -1,0 +1,11 @@
+"""Fused kernels for DMTP decoding: an MTP module proposes the first draft token, a DFlash drafter the next six.
+
+Importing registers the op schemas under `torch.ops.dmtp`; it touches no driver, no compiler and no GPU.
+"""
+
+from dmtp_kernels._library import supports
+from dmtp_kernels.backends import BackendUnavailable, use_backend
+from dmtp_kernels.ops import accept  # noqa: F401
+
+__version__ = "0.1.0"
+__all__ = ["BackendUnavailable", "__version__", "supports", "use_backend"]

@@ -1,0 +1,1 @@
+"""The ops: one folder each (or one close family); importing a folder registers its schemas."""

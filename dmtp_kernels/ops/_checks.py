@@ -1,0 +1,65 @@
+"""Argument checks shared by the ops: each raises an error that names the argument, what it was and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | str | None],
+    dtypes: Sequence[torch.dtype],
+    symbols: dict[str, int],
+    *,
+    last_contiguous: bool = True,
+) -> None:
+    """Check rank, sizes and dtype of one tensor.
+
+    `shape` holds ints (exact), None (any) or symbol names; a symbol is bound at its first use in `symbols` and must agree
+    afterwards, so the error can say which symbol disagreed.
+    """
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(str(d) for d in dtypes)}")
+    if tensor.dim() != len(shape):
+        wanted = ", ".join("*" if s is None else str(s) for s in shape)
+        raise ValueError(f"{name}: has {tensor.dim()} dimensions {tuple(tensor.shape)}, must be [{wanted}]")
+    for axis, want in enumerate(shape):
+        got = tensor.shape[axis]
+        if want is None:
+            continue
+        if isinstance(want, str):
+            if want not in symbols:
+                symbols[want] = got
+                continue
+            if got != symbols[want]:
+                raise ValueError(f"{name}: dimension {axis} ({want}) is {got}, must be {symbols[want]}")
+        elif got != want:
+            raise ValueError(f"{name}: dimension {axis} is {got}, must be {want}")
+    if last_contiguous and tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: last dimension has stride {tensor.stride(-1)}, must be contiguous (stride 1)")
+
+
+def check_same_device(first: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
+    """Every given tensor must live on `device`, the device of argument `first`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: is on {tensor.device}, must be on {device} like {first}")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """`value` must be one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}: is {value!r}, must be one of {', '.join(choices)}")
+
+
+def check_range(name: str, value: float, low: float, high: float | None = None) -> None:
+    """`low <= value <= high` (no upper bound when `high` is None)."""
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name}: is {value}, must be {bound}")

@@ -1,0 +1,85 @@
+"""Every op passes opcheck with all its utilities, compiles as one graph, and agrees between its two forms."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import warnings
+
+import pytest
+import torch
+
+from dmtp_kernels import _library, ops
+from dmtp_kernels.ops._spec import Case, Spec
+
+FAMILIES = [m.name for m in pkgutil.iter_modules(ops.__path__) if m.ispkg]
+SPECS: list[Spec] = [s for f in FAMILIES for s in importlib.import_module(f"dmtp_kernels.ops.{f}.spec").SPECS]
+CASES = [pytest.param(s, c, id=f"{s.op}-{c.name}") for s in SPECS for c in s.cases]
+
+
+def _inputs(case: Case) -> tuple[object, ...]:
+    return case.make(torch.Generator().manual_seed(7))
+
+
+def test_every_op_has_a_spec() -> None:
+    assert {s.op for s in SPECS} == set(_library.registered())
+
+
+@pytest.mark.parametrize(("spec", "case"), CASES)
+def test_opcheck(spec: Spec, case: Case) -> None:
+    op = _library._OPS[spec.op]
+    names = [a.name for a in op.functional._schema.arguments]
+    positional = sum(not a.kwarg_only for a in op.functional._schema.arguments)
+    inputs = _inputs(case)
+    args, kwargs = inputs[:positional], dict(zip(names[positional:], inputs[positional:], strict=True))
+    result = torch.library.opcheck(op.functional, args, kwargs)
+    assert set(result.values()) == {"SUCCESS"}
+
+    outputs = op.functional(*_clone(args), **_clone_dict(kwargs))
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    labels = [a.name for a in op.out._schema.arguments if a.name not in names]
+    buffers = {label: torch.empty_like(o) for label, o in zip(labels, outputs, strict=True)}
+    result = torch.library.opcheck(op.out, args, {**kwargs, **buffers})
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize(("spec", "case"), CASES)
+def test_fullgraph_compile_and_out_form_agree(spec: Spec, case: Case) -> None:
+    op = _library._OPS[spec.op]
+    arguments = op.functional._schema.arguments
+    positional = sum(not a.kwarg_only for a in arguments)
+    keys = [a.name for a in arguments[positional:]]
+
+    def call(*inputs: object) -> object:
+        return op.functional(*inputs[:positional], **dict(zip(keys, inputs[positional:], strict=True)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        got = compiled(*_inputs(case))
+    want = call(*_inputs(case))
+    got = (got,) if isinstance(got, torch.Tensor) else got
+    want = (want,) if isinstance(want, torch.Tensor) else want
+    inputs = _inputs(case)
+    labels = [a.name for a in op.out._schema.arguments if a.name not in {b.name for b in arguments}]
+    buffers = {label: torch.empty_like(w) for label, w in zip(labels, want, strict=True)}
+    op.out(*inputs[:positional], **dict(zip(keys, inputs[positional:], strict=True)), **buffers)
+    for g, w, b in zip(got, want, buffers.values(), strict=True):
+        torch.testing.assert_close(g, w, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(b, w, rtol=0, atol=0, equal_nan=True)
+
+
+def _clone(values: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(_clone_one(v) for v in values)
+
+
+def _clone_dict(values: dict[str, object]) -> dict[str, object]:
+    return {k: _clone_one(v) for k, v in values.items()}
+
+
+def _clone_one(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, list):
+        return [_clone_one(v) for v in value]
+    return value
