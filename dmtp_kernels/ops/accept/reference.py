@@ -26,7 +26,8 @@ def accept_prefix(
     accepted = match.long().cumprod(dim=1).sum(dim=1) * live  # [B]
 
     # row j < m of the target equals candidate j + 1; row m is the correction or bonus
-    is_stop = (target[:, :, None] == stop_ids.reshape(-1, 1, stop_ids.shape[-1])).any(dim=2)  # [B, R]
+    stops = stop_ids if stop_ids.dim() == 1 else stop_ids[:, None, :]
+    is_stop = (target[:, :, None] == stops).any(dim=2)  # [B, R]
     is_stop &= target >= 0
     valid = (column <= accepted[:, None]) & (target >= 0) & live[:, None]
     valid &= column < budget[:, None]
