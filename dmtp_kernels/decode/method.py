@@ -1,0 +1,63 @@
+"""Drafting methods as data: the round reads these fields, no method has code of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one round proposes its candidates.
+
+    `chain` > 0: native MTP proposes that many candidates one after another. Otherwise `drafter` names the drafter weights
+    (None: no candidates, plain autoregressive decoding). `first` says where T1 comes from: `mtp` puts MTP's token in the
+    block, `drafter` leaves the first candidate to the drafter. `anchors` = 2 keeps A before T1. `fusion` is the fusion of
+    the MTP hidden into the block (`none`, `residual`, `residual_low_rank`, `replace`, `mask_residual`); `context` lists the
+    feature streams of the drafter's context.
+    """
+
+    name: str
+    summary: str
+    chain: int = 0
+    drafter: str | None = None
+    first: str = "mtp"
+    anchors: int = 2
+    fusion: str = "none"
+    context: tuple[str, ...] = ("target",)
+
+    @property
+    def num_candidates(self) -> int:
+        """K: candidates per round."""
+        if self.chain:
+            return self.chain
+        return 7 if self.drafter else 0
+
+    @property
+    def uses_mtp(self) -> bool:
+        """Whether the round advances the MTP module at all."""
+        return self.chain > 0 or "mtp" in self.context or (self.drafter is not None and self.first == "mtp")
+
+
+def _drafted(name: str, summary: str, **fields: object) -> Method:
+    return Method(name, summary, drafter=name, **fields)  # type: ignore[arg-type]
+
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method("autoregressive", "one token per target forward"),
+        Method("mtp3", "native MTP chain, three candidates", chain=3),
+        Method("mtp4", "native MTP chain, four candidates", chain=4),
+        _drafted("dflash", "[A, MASK x7], the drafter proposes all seven", first="drafter", anchors=1),
+        _drafted("conditioned", "[T1, MASK x6], no MTP hidden", anchors=1),
+        _drafted("low_rank", "[T1, MASK x6], low-rank MTP residual on T1", anchors=1, fusion="residual_low_rank"),
+        _drafted("replace", "[T1, MASK x6], T1 embedding replaced by the fusion", anchors=1, fusion="replace"),
+        _drafted("replace_dual", "[A, T1, MASK x6], T1 embedding replaced by the fusion", fusion="replace"),
+        _drafted("dmtp", "[A, T1, MASK x6], zero-initialised residual on T1 (default)", fusion="residual"),
+        _drafted("control", "[A, T1, MASK x6] without the MTP hidden"),
+        _drafted("mask_residual", "[T1, MASK x6], MTP residual on the six masks", anchors=1, fusion="mask_residual"),
+        _drafted("context_fusion", "[T1, MASK x6], context from target and MTP", anchors=1, context=("target", "mtp")),
+        _drafted("mtp_context", "[T1, MASK x6], context from MTP alone", anchors=1, context=("mtp",)),
+    )
+}
+"""Every method of the source, by name."""

@@ -1,0 +1,40 @@
+"""The DFlash drafter: a block of slots attends to projected target features and to itself, without a causal mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dmtp_kernels.models.config import DrafterConfig
+from dmtp_kernels.models.layers import Attend, DecoderLayer, RMSNorm, rotary
+
+
+class Drafter(nn.Module):
+    """Tensor names follow public DFlash checkpoints; embedding and head are the target's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        self.fc = nn.Linear(config.context_size, width, bias=False)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.layers = nn.ModuleList(DecoderLayer(config.layer, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(width, eps)
+
+    def context_keys_values(
+        self, features: torch.Tensor, positions: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer, K and V `[..., T, Hkv, D]` of context rows `features[..., T, context_size]` at `positions[..., T]`."""
+        layer = self.config.layer
+        context = self.hidden_norm(self.fc(features))
+        cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, context.dtype)
+        return [block.self_attn.keys_values(context, cos, sin) for block in self.layers]
+
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Block slots `embeds[..., S, H]` at `positions[..., S]`; the hidden of slot p predicts the token at position p."""
+        layer = self.config.layer
+        x = embeds
+        cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, x.dtype)
+        for block in self.layers:
+            x = block(x, cos, sin, attend)
+        return self.norm(x)
