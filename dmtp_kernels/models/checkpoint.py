@@ -1,0 +1,277 @@
+"""Reading and writing the trio: target, MTP module, and every method's drafter and fusion, in one safetensors file.
+
+Tensors are named `target.*`, `mtp.*`, `drafters.<name>.*`, `fusion.<name>.*`; shapes are JSON in the file's metadata. A
+matrix may be stored as int8 rows with one fp32 scale each (`<tensor>.scale`), dequantised when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import nn
+
+from dmtp_kernels.models.config import DrafterConfig, LayerConfig, MTPConfig, TargetConfig
+from dmtp_kernels.models.drafter import Drafter
+from dmtp_kernels.models.fusion import FusionModule
+from dmtp_kernels.models.mtp import MTP
+from dmtp_kernels.models.target import Target
+
+EMBEDDED = Path(__file__).parent.parent / "assets" / "tiny.safetensors"
+"""The checkpoint that ships with the package."""
+FORMAT = "dmtp-1"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message is one line and names the file."""
+
+
+@dataclass
+class Checkpoint:
+    """Models in eval mode without gradients; `drafters` and `fusions` are keyed by method name."""
+
+    target: Target
+    mtp: MTP
+    drafters: dict[str, Drafter]
+    fusions: dict[str, FusionModule] = field(default_factory=dict)
+    record: dict[str, Any] | None = None
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Every module by the prefix of its tensors."""
+        named: dict[str, nn.Module] = {"target": self.target, "mtp": self.mtp}
+        named |= {f"drafters.{name}": module for name, module in self.drafters.items()}
+        return named | {f"fusion.{name}": module for name, module in self.fusions.items()}
+
+    def freeze(self, dtype: torch.dtype | None = None) -> Checkpoint:
+        """Put every module in eval mode without gradients, in `dtype` where given; returns itself."""
+        for module in self.modules().values():
+            module.eval().requires_grad_(False)
+            if dtype is not None:
+                module.to(dtype)
+        return self
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 rows of `weight[N, H]` and their fp32 scales `[N]`."""
+    wide = weight.float()
+    scale = (wide.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (wide / scale[:, None]).round().to(torch.int8), scale
+
+
+def write_atomically(path: Path, payload: bytes) -> None:
+    """Replace `path` by `payload`; whatever was there stays whole until the new file is on disk. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as out:
+            out.write(payload)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_checkpoint(
+    path: str | Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.bfloat16, int8_drafters: bool = True
+) -> Path:
+    """Write the trio to `path` and its record, if any, to the `.json` beside it, each by atomic rename.
+
+    Target and MTP are stored in `dtype`; matrices of drafters and fusions as int8 rows unless `int8_drafters` is false.
+    Raises OSError when the disk refuses.
+    """
+    path = Path(path)
+    tensors: dict[str, torch.Tensor] = {}
+    for prefix, module in checkpoint.modules().items():
+        draft_side = prefix.startswith(("drafters.", "fusion."))
+        for name, tensor in _stored_state(module).items():
+            key = f"{prefix}.{name}"
+            if draft_side and int8_drafters and tensor.dim() == 2:
+                tensors[key], tensors[f"{key}.scale"] = quantize_rows(tensor)
+            else:
+                tensors[key] = tensor.detach().to(torch.float32 if draft_side and int8_drafters else dtype).contiguous()
+    metadata = {"format": FORMAT, "config": json.dumps(_describe(checkpoint))}
+    write_atomically(path, save(tensors, metadata=metadata))
+    if checkpoint.record is not None:
+        write_atomically(path.with_suffix(".json"), (json.dumps(checkpoint.record, indent=1) + "\n").encode())
+    return path
+
+
+def load_checkpoint(
+    path: str | Path | None = None, *, dtype: torch.dtype = torch.float32, drafters: Collection[str] | None = None
+) -> Checkpoint:
+    """Read a trio, by default the embedded one.
+
+    `drafters` limits which drafters (and their fusions) are read. Weights come back in `dtype` on the CPU, in eval
+    mode, without gradients. Raises CheckpointError, one line naming the file and what is wrong with it.
+    """
+    path = EMBEDDED if path is None else Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path}: no such file")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            config = _parse(path, metadata)
+            wanted = _selection(path, config, drafters)
+            names = set(handle.keys())
+            checkpoint = _build(path, config, wanted)
+            known: set[str] = set()
+            for prefix, module in checkpoint.modules().items():
+                state = {}
+                for name, shape in _expected(module).items():
+                    key = f"{prefix}.{name}"
+                    known |= {key, f"{key}.scale"}
+                    state[name] = _read(path, handle, names, key, shape).to(dtype)
+                _assign(module, state)
+    except SafetensorError as error:
+        raise CheckpointError(f"checkpoint {path}: not a readable safetensors file ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path}: {error.strerror or error}") from error
+    for name in sorted(names - known):
+        if drafters is None or name.split(".")[0] not in ("drafters", "fusion"):
+            raise CheckpointError(f"checkpoint {path}: tensor {name} is not part of the configuration")
+    checkpoint.record = _record(path)
+    return checkpoint.freeze()
+
+
+def _stored_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    state = dict(module.state_dict())
+    if isinstance(module, Target) and module.config.tie_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+def _expected(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _stored_state(module).items()}
+
+
+def _assign(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    tied = isinstance(module, Target) and module.config.tie_embeddings
+    module.load_state_dict(state, assign=True, strict=not tied)
+    if tied:
+        module.lm_head.weight = module.embed_tokens.weight  # type: ignore[union-attr]
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    fusions = {}
+    for name, fusion in checkpoint.fusions.items():
+        rank = fusion.down.weight.shape[0] if fusion.mode == "residual_low_rank" else None
+        fusions[name] = {
+            "mode": fusion.mode,
+            "width": fusion.norm_m.weight.numel(),
+            "eps": fusion.norm_m.eps,
+            "rank": rank,
+        }
+    return {
+        "target": asdict(checkpoint.target.config),
+        "mtp": asdict(checkpoint.mtp.config),
+        "drafters": {name: asdict(drafter.config) for name, drafter in checkpoint.drafters.items()},
+        "fusions": fusions,
+    }
+
+
+def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    if metadata.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint {path}: format is {metadata.get('format')!r}, must be {FORMAT!r}")
+    try:
+        raw = json.loads(metadata["config"])
+        target = TargetConfig(**{**raw["target"], "layer": LayerConfig(**raw["target"]["layer"])})
+        mtp = MTPConfig(**{**raw["mtp"], "layer": LayerConfig(**raw["mtp"]["layer"])})
+        drafters = {}
+        for name, fields in raw["drafters"].items():
+            layers = tuple(fields["target_layers"])
+            drafters[name] = DrafterConfig(
+                **{**fields, "layer": LayerConfig(**fields["layer"]), "target_layers": layers}
+            )
+        config = {"target": target, "mtp": mtp, "drafters": drafters, "fusions": dict(raw["fusions"])}
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"checkpoint {path}: its configuration cannot be read ({error!r})") from error
+    _check(path, config)
+    return config
+
+
+def _check(path: Path, config: dict[str, Any]) -> None:
+    target: TargetConfig = config["target"]
+    width = target.layer.hidden_size
+
+    def require(ok: bool, what: str) -> None:
+        if not ok:
+            raise CheckpointError(f"checkpoint {path}: {what}")
+
+    require(
+        0 < target.num_valid <= target.vocab_size,
+        f"num_valid {target.num_valid} exceeds vocabulary {target.vocab_size}",
+    )
+    got = config["mtp"].layer.hidden_size
+    require(got == width, f"mtp hidden size is {got}, the target's is {width}")
+    for name, drafter in config["drafters"].items():
+        got = drafter.layer.hidden_size
+        require(got == width, f"drafter {name} hidden size is {got}, the target's is {width}")
+        layers = drafter.target_layers
+        inside = all(0 <= i < target.num_layers for i in layers)
+        require(inside, f"drafter {name} reads target layers {list(layers)}, the target has {target.num_layers}")
+        mask = drafter.mask_token_id
+        require(
+            0 <= mask < target.vocab_size,
+            f"drafter {name} mask id {mask} is outside the embedding of {target.vocab_size}",
+        )
+        require(drafter.context_size > 0, f"drafter {name} reads no context stream")
+    for name, fusion in config["fusions"].items():
+        require(name in config["drafters"], f"fusion {name} has no drafter")
+        require(fusion.get("width") == width, f"fusion {name} width is {fusion.get('width')}, the target's is {width}")
+
+
+def _selection(path: Path, config: dict[str, Any], drafters: Collection[str] | None) -> list[str]:
+    present = config["drafters"]
+    for name in drafters or ():
+        if name not in present:
+            raise CheckpointError(f"checkpoint {path}: has no drafter {name!r}, only {', '.join(present)}")
+    return [name for name in present if drafters is None or name in drafters]
+
+
+def _build(path: Path, config: dict[str, Any], wanted: list[str]) -> Checkpoint:
+    try:
+        with torch.device("meta"):
+            drafters = {name: Drafter(config["drafters"][name]) for name in wanted}
+            fusions = {}
+            for name, fusion in config["fusions"].items():
+                if name in drafters:
+                    rank = {"rank": fusion["rank"]} if fusion["rank"] is not None else {}
+                    fusions[name] = FusionModule(fusion["mode"], fusion["width"], fusion["eps"], **rank)
+            return Checkpoint(Target(config["target"]), MTP(config["mtp"]), drafters, fusions)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"checkpoint {path}: its configuration is not a model ({error})") from error
+
+
+def _read(path: Path, handle: Any, names: set[str], key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if key not in names:
+        raise CheckpointError(f"checkpoint {path}: tensor {key} is missing, expected shape {list(shape)}")
+    tensor = handle.get_tensor(key)
+    if tuple(tensor.shape) != shape:
+        raise CheckpointError(f"checkpoint {path}: tensor {key} is {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype == torch.int8:
+        scale = _read(path, handle, names, f"{key}.scale", shape[:1])
+        tensor = tensor.float() * scale[:, None].float()
+    elif not tensor.is_floating_point():
+        raise CheckpointError(
+            f"checkpoint {path}: tensor {key} is {tensor.dtype}, expected floating point or int8 rows"
+        )
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"checkpoint {path}: tensor {key} holds values that are not finite")
+    return tensor
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    beside = path.with_suffix(".json")
+    if not beside.is_file():
+        return None
+    try:
+        return json.loads(beside.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path}: its record {beside.name} cannot be read ({error})") from error

@@ -1,0 +1,1 @@
+"""What users of the ops need to test theirs."""
