@@ -1,0 +1,76 @@
+# make setup | demo | test | lint | format | bench | clean
+#   SYSTEM=1 PYTHON=python3   use an interpreter that already has torch: no .venv, nothing installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+.DELETE_ON_ERROR:
+
+usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$(call usable,$$p) && { echo $$p; break; }; done)
+endif
+
+ifdef SYSTEM
+PY := $(PYTHON)
+BIN :=
+SETUP := check-system
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := .venv/bin/python
+BIN := .venv/bin/
+SETUP := .venv/.installed
+endif
+
+DMTP := $(PY) -m dmtp_kernels.cli
+CXX_SOURCES = $(shell find csrc python \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \))
+
+help:
+	@echo "make setup    make .venv and install the package, editable, with all tools"
+	@echo "make demo     decode a held-out file, check it against plain decoding, compare the methods"
+	@echo "make test     the tests (those in tests/gpu only where CUDA is there)"
+	@echo "make lint     ruff, mypy, clang-format, changing nothing"
+	@echo "make format   rewrite the sources as ruff and clang-format want them"
+	@echo "make bench    pytest-benchmark over tests/bench"
+	@echo "make clean    remove build outputs and caches (.venv stays)"
+	@echo "SYSTEM=1 PYTHON=python3 in front of any: use that interpreter, install nothing"
+
+setup: $(SETUP)
+
+# a .venv that has no pip (made by an interrupted run, or copied from elsewhere) is made anew, any other is kept
+.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt
+	@test -n "$(PYTHON)" || { echo "no python >= 3.11 with venv and ensurepip on PATH; give one: make PYTHON=..." >&2; exit 2; }
+	@$(call usable,$(PYTHON)) || { echo "$(PYTHON): needs to be python >= 3.11 with venv and ensurepip" >&2; exit 2; }
+	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	.venv/bin/python -m pip install -c constraints.txt -e '.[test,plot,dev]'
+	@touch $@
+
+.PHONY: check-system
+check-system:
+	@$(PYTHON) -c 'import torch' || { echo "$(PYTHON): SYSTEM=1 needs an interpreter that has torch" >&2; exit 2; }
+
+demo: $(SETUP)
+	$(DMTP) generate --heldout 0 --max-new-tokens 96 --check
+	$(DMTP) compare --prompts 8 --max-new-tokens 64
+
+test: $(SETUP)
+	$(PY) -m pytest tests --ignore=tests/bench
+
+lint: $(SETUP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	@set -e; for f in $(CXX_SOURCES); do echo "clang-format $$f"; $(BIN)clang-format --dry-run --Werror $$f; done
+
+format: $(SETUP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	@set -e; for f in $(CXX_SOURCES); do $(BIN)clang-format -i $$f; done
+
+bench: $(SETUP)
+	$(PY) -m pytest tests/bench --benchmark-only
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	find dmtp_kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
