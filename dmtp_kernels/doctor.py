@@ -61,7 +61,9 @@ def render(found: dict[str, Any]) -> str:
     width = 2 + max((len(op) for op in found["ops"]), default=0)
     for op, kinds in found["ops"].items():
         for kind, choice in kinds.items():
-            lines.append(f"  {op:<{width}}{kind:<6}{choice['runs'] or 'nothing':<11}{_why(op, choice['why_not'])}".rstrip())
+            lines.append(
+                f"  {op:<{width}}{kind:<6}{choice['runs'] or 'nothing':<11}{_why(op, choice['why_not'])}".rstrip()
+            )
     lines += ["embedded checkpoint"]
     lines += [f"  {name}  {size / 1e6:.2f} MB" for name, size in found["checkpoint"]["files"].items()]
     if not found["checkpoint"]["present"]:

@@ -33,7 +33,9 @@ def test_every_better_backend_has_a_reason() -> None:
 
 
 def test_reasons_tell_missing_from_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends._implementations, "accept_prefix", {"reference": "m:f", "triton": "m:f", "cuda": "m:f"})
+    monkeypatch.setitem(
+        backends._implementations, "accept_prefix", {"reference": "m:f", "triton": "m:f", "cuda": "m:f"}
+    )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = doctor.report()
     why_not = found["ops"]["accept_prefix"]["cpu"]["why_not"]
@@ -65,7 +67,8 @@ def test_missing_packages_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_works_with_torch_alone() -> None:
     code = (
         "import sys\n"
-        "for name in ('triton', 'typer', 'rich', 'matplotlib', 'safetensors', 'nvtx', 'scipy'): sys.modules[name] = None\n"
+        "blocked = ('triton', 'typer', 'rich', 'matplotlib', 'safetensors', 'nvtx', 'scipy')\n"
+        "sys.modules.update(dict.fromkeys(blocked))\n"
         "from dmtp_kernels import doctor\n"
         "print(doctor.render(doctor.report()))\n"
     )
