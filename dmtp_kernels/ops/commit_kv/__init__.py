@@ -1,0 +1,81 @@
+"""Placement of one round's MTP rows: history, pending slot, scratch, predictor hidden and length, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dmtp_kernels.ops.commit_kv.op import COMMIT_KV
+
+BAD_COUNT, BAD_SLOT = 1, 2
+"""Bits of the returned error: a count outside 0..R was clamped; a slot beyond the cache was skipped."""
+
+
+def commit_kv(
+    rows_k: Sequence[torch.Tensor],
+    rows_v: Sequence[torch.Tensor],
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    valid: torch.Tensor,
+    dst: torch.Tensor,
+    *,
+    pending_slot: torch.Tensor | None = None,
+    promote_dst: torch.Tensor | None = None,
+    scratch_dst: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+    next_hidden: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
+    first_slot: int = 0,
+) -> torch.Tensor:
+    """Commit the valid rows of a round to the caches of all layers, in place.
+
+    With c = `valid[b]` clamped to 0..R and c > 0, for request b: the row in `pending_slot[b]` is copied to
+    `promote_dst[b]`; rows 0..c-2 go to `dst[b, 0..c-2]`; row c-1 goes to `pending_slot[b]`; rows c..R-1 go to
+    `scratch_dst[b, c..]` when given; `next_hidden[b] = hidden[b, c - 1]`; `lengths[b] += c`. Without `pending_slot` row
+    c-1 goes to `dst[b, c - 1]` like the others. With c = 0 or `live[b]` false nothing of request b changes.
+
+    Args:
+        rows_k, rows_v: per layer `[B, R, Hkv, Dk]` and `[B, R, Hkv, Dv]`. They may be views of the same request's rows
+            in the same cache (its scratch): all reads of a layer come before its writes. Another float dtype than the
+            cache's is rounded to it.
+        k_caches, v_caches: per layer `[num_slots, Hkv, D]`, or `[num_pages, page_size, Hkv, D]` with slot = page *
+            page_size + offset. Mutated. Any strides with the last dimension contiguous.
+        valid: `[B]` int32/int64, rows of this round that are true (accepted plus correction or bonus).
+        dst: `[B, R]` int32/int64 history slots.
+        pending_slot, promote_dst: `[B]` int32/int64, given together.
+        scratch_dst: `[B, R]` int32/int64.
+        hidden, next_hidden: `[B, R, H]` and `[B, H]`, one dtype, given together. `next_hidden` is mutated.
+        lengths: `[B]` int32/int64, mutated.
+        live: `[B]` bool.
+        first_slot: slots below it are never written nor promoted from (an engine's null slot or null page).
+
+    A slot below `first_slot` (any negative one) skips that one copy. When two rows go to one slot the later one wins:
+    all promoted rows come first, then the rows by request and row number.
+
+    Returns:
+        `[B]` int32 error bits: 1, `valid[b]` was outside 0..R; 2, a slot that request b uses is >= num_slots and its
+        copy was skipped. Slots that the request does not use are never looked at. A dead request reports 0.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, stride or device is wrong; the message names the argument.
+
+    Source: section 6.3 of the DMTP description; contract choices in README.md beside this file.
+    """
+    return COMMIT_KV.functional(
+        list(rows_k),
+        list(rows_v),
+        list(k_caches),
+        list(v_caches),
+        valid,
+        dst,
+        pending_slot=pending_slot,
+        promote_dst=promote_dst,
+        scratch_dst=scratch_dst,
+        hidden=hidden,
+        next_hidden=next_hidden,
+        lengths=lengths,
+        live=live,
+        first_slot=first_slot,
+    )

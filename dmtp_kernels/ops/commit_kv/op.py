@@ -1,0 +1,111 @@
+"""Schema, argument checks and dispatch of the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dmtp_kernels._library import Shape, define_op
+from dmtp_kernels.ops._checks import FLOAT_DTYPES, INDEX_DTYPES, check_range, check_same_device, check_tensor
+
+_FLAT = ("num_slots", "Hkv")
+_PAGED = ("num_pages", "page_size", "Hkv")
+
+
+def _check_layers(
+    sizes: dict[str, int],
+    kind: str,
+    dim: str,
+    rows: Sequence[torch.Tensor],
+    caches: Sequence[torch.Tensor],
+    layers: int,
+) -> None:
+    for name, tensors in ((f"rows_{kind}", rows), (f"{kind}_caches", caches)):
+        if len(tensors) != layers or layers == 0:
+            wanted = f"{layers} like rows_k" if layers else "at least 1"
+            raise ValueError(f"{name}: has {len(tensors)} layers, must be {wanted}")
+    for layer, (row, cache) in enumerate(zip(rows, caches, strict=True)):
+        check_tensor(f"rows_{kind}[{layer}]", row, ["B", "R", "Hkv", dim], [rows[0].dtype], sizes)
+        shape = [*(_PAGED if cache.dim() == 4 else _FLAT), dim]
+        check_tensor(f"{kind}_caches[{layer}]", cache, shape, [caches[0].dtype], sizes)
+        if cache.dim() != caches[0].dim():
+            raise ValueError(
+                f"{kind}_caches[{layer}]: has {cache.dim()} dimensions, must be {caches[0].dim()} like layer 0"
+            )
+    for name, tensor in ((f"rows_{kind}", rows[0]), (f"{kind}_caches", caches[0])):
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
+
+
+def _check(
+    rows_k: Sequence[torch.Tensor],
+    rows_v: Sequence[torch.Tensor],
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    valid: torch.Tensor,
+    dst: torch.Tensor,
+    pending_slot: torch.Tensor | None,
+    promote_dst: torch.Tensor | None,
+    scratch_dst: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    next_hidden: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    live: torch.Tensor | None,
+    first_slot: int,
+) -> None:
+    sizes: dict[str, int] = {}
+    check_tensor("valid", valid, ["B"], INDEX_DTYPES, sizes)
+    check_tensor("dst", dst, ["B", "R"], INDEX_DTYPES, sizes)
+    if sizes["R"] < 1:
+        raise ValueError("dst: has no rows, must have at least 1")
+    _check_layers(sizes, "k", "Dk", rows_k, k_caches, len(rows_k))
+    _check_layers(sizes, "v", "Dv", rows_v, v_caches, len(rows_k))
+    if v_caches[0].dim() != k_caches[0].dim():
+        raise ValueError(f"v_caches: has {v_caches[0].dim()} dimensions, must be {k_caches[0].dim()} like k_caches")
+
+    for one, other, a, b in (
+        ("pending_slot", "promote_dst", pending_slot, promote_dst),
+        ("hidden", "next_hidden", hidden, next_hidden),
+    ):
+        if (a is None) != (b is None):
+            missing, given = (one, other) if a is None else (other, one)
+            raise ValueError(f"{missing}: is None, must be given together with {given}")
+    optional: list[tuple[str, torch.Tensor | None, list[str], Sequence[torch.dtype]]] = [
+        ("pending_slot", pending_slot, ["B"], INDEX_DTYPES),
+        ("promote_dst", promote_dst, ["B"], INDEX_DTYPES),
+        ("scratch_dst", scratch_dst, ["B", "R"], INDEX_DTYPES),
+        ("hidden", hidden, ["B", "R", "H"], FLOAT_DTYPES),
+        ("next_hidden", next_hidden, ["B", "H"], FLOAT_DTYPES if hidden is None else [hidden.dtype]),
+        ("lengths", lengths, ["B"], INDEX_DTYPES),
+        ("live", live, ["B"], [torch.bool]),
+    ]
+    named: dict[str, torch.Tensor | None] = {}
+    for name, tensor, shape, dtypes in optional:
+        if tensor is not None:
+            check_tensor(name, tensor, shape, dtypes, sizes)
+            named[name] = tensor
+    check_range("first_slot", first_slot, 0)
+    for label, tensors in (("rows_k", rows_k), ("rows_v", rows_v), ("k_caches", k_caches), ("v_caches", v_caches)):
+        named |= {f"{label}[{layer}]": tensor for layer, tensor in enumerate(tensors)}
+    check_same_device("valid", valid.device, dst=dst, **named)
+
+
+def _shapes(
+    rows_k: object, rows_v: object, k_caches: object, v_caches: object, valid: torch.Tensor, *_: object
+) -> list[Shape]:
+    return [((valid.shape[0],), torch.int32)]
+
+
+COMMIT_KV = define_op(
+    "commit_kv",
+    args=(
+        "Tensor[] rows_k, Tensor[] rows_v, Tensor(w!)[] k_caches, Tensor(x!)[] v_caches, Tensor valid, Tensor dst, *, "
+        "Tensor? pending_slot=None, Tensor? promote_dst=None, Tensor? scratch_dst=None, Tensor? hidden=None, "
+        "Tensor(y!)? next_hidden=None, Tensor(z!)? lengths=None, Tensor? live=None, int first_slot=0"
+    ),
+    outs=("error",),
+    shapes=_shapes,
+    check=_check,
+    implementations={"reference": "dmtp_kernels.ops.commit_kv.reference:commit_kv"},
+)
