@@ -13,7 +13,8 @@ class Method:
     (None: no candidates, plain autoregressive decoding). `first` says where T1 comes from: `mtp` puts MTP's token in the
     block, `drafter` leaves the first candidate to the drafter. `anchors` = 2 keeps A before T1. `fusion` is the fusion of
     the MTP hidden into the block (`none`, `residual`, `residual_low_rank`, `replace`, `mask_residual`); `context` lists the
-    feature streams of the drafter's context.
+    feature streams of the drafter's context. `padding_rows` adds verify rows that hold no candidate, so that autoregressive
+    decoding can run in the shape of a verification.
     """
 
     name: str
@@ -24,6 +25,12 @@ class Method:
     anchors: int = 2
     fusion: str = "none"
     context: tuple[str, ...] = ("target",)
+    padding_rows: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """R: verify rows per request, the anchor's, the candidates' and unused padding."""
+        return 1 + self.num_candidates + self.padding_rows
 
     @property
     def num_candidates(self) -> int:
@@ -31,6 +38,21 @@ class Method:
         if self.chain:
             return self.chain
         return 7 if self.drafter else 0
+
+    @property
+    def block_has_anchor(self) -> bool:
+        """Whether the block's first slot is A; otherwise it is T1, one position later."""
+        return self.first == "drafter" or self.anchors == 2
+
+    @property
+    def num_known(self) -> int:
+        """Leading slots of the block that hold known tokens; the others predict."""
+        return 1 if self.first == "drafter" else self.anchors
+
+    @property
+    def num_slots(self) -> int:
+        """S: slots of the drafter's block."""
+        return 8 if self.first == "drafter" else self.anchors + 6
 
     @property
     def uses_mtp(self) -> bool:
@@ -61,3 +83,6 @@ METHODS: dict[str, Method] = {
     )
 }
 """Every method of the source, by name."""
+
+VERIFY_SHAPED = Method("verify_shaped", "autoregressive, in the shape of an eight-row verification", padding_rows=7)
+"""What a lossless method must equal where two logits tie within float rounding."""

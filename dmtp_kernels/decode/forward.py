@@ -1,0 +1,124 @@
+"""The three models' forward passes over paged caches. Each returns its new rows; none writes a cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from dmtp_kernels.decode.caches import PagedCache
+from dmtp_kernels.decode.stack import Stack
+from dmtp_kernels.models.layers import Attend
+from dmtp_kernels.ops.block_attention import block_attention
+from dmtp_kernels.ops.commit_kv import commit_kv
+from dmtp_kernels.ops.draft_pages import draft_page_table
+
+
+class Rows(NamedTuple):
+    """New K and V rows `[B, T, Hkv, D]` of every layer, not yet in any cache."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+
+def causal_attend(
+    cache: PagedCache, table: torch.Tensor, ctx_len: torch.Tensor, rows: Rows, tail: torch.Tensor | None = None
+) -> Attend:
+    """Attention of new rows to `ctx_len[B]` cached rows, to the cached rows in slots `tail[B, n]`, and causally to themselves.
+
+    The new rows are appended to `rows`.
+    """
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows.k.append(k)
+        rows.v.append(v)
+        if tail is not None:
+            k = torch.cat([cache.flat_k[layer][tail], k], dim=1)
+            v = torch.cat([cache.flat_v[layer][tail], v], dim=1)
+        return block_attention(
+            q, cache.k[layer], cache.v[layer], table, ctx_len, block_k=k, block_v=v, block_causal=True
+        )[0]
+
+    return attend
+
+
+class TargetPass(NamedTuple):
+    """`hidden[B, T, H]` after the final norm, `features[B, T, F]` for the drafter, and the new rows."""
+
+    hidden: torch.Tensor
+    features: torch.Tensor
+    rows: Rows
+
+
+def run_target(
+    stack: Stack, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, ctx_len: torch.Tensor
+) -> TargetPass:
+    """Target over `ids[B, T]` at `positions[B, T]`, after `ctx_len[B]` cached rows."""
+    rows = Rows([], [])
+    layers = stack.drafter.config.target_layers if stack.drafter is not None else ()
+    attend = causal_attend(stack.target_cache, table, ctx_len, rows)
+    output = stack.target(ids, positions, attend, layers)
+    return TargetPass(output.hidden, output.features, rows)
+
+
+class MTPPass(NamedTuple):
+    """`hidden[B, T, H]`, each row's prediction state, and the new rows."""
+
+    hidden: torch.Tensor
+    rows: Rows
+
+
+def run_mtp(
+    stack: Stack,
+    tokens: torch.Tensor,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    ctx_len: torch.Tensor,
+    tail: torch.Tensor | None,
+) -> MTPPass:
+    """MTP rows (token of position p+1, target hidden of position p) at `positions[B, T]` = p."""
+    assert stack.mtp is not None and stack.mtp_cache is not None
+    rows = Rows([], [])
+    attend = causal_attend(stack.mtp_cache, table, ctx_len, rows, tail)
+    embeds = stack.target.embed_tokens(tokens.clamp(0, stack.target.config.vocab_size - 1))
+    return MTPPass(stack.mtp(embeds, hidden, positions, attend), rows)
+
+
+def run_drafter(
+    stack: Stack, embeds: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, ctx_len: torch.Tensor
+) -> torch.Tensor:
+    """Drafter hidden `[B, S, H]` of one block; the window is a temporary page table, no row moves."""
+    assert stack.drafter is not None and stack.drafter_cache is not None
+    cache = stack.drafter_cache
+    window = stack.drafter.config.window
+    if window is None:
+        skip = None
+    else:
+        table, ctx_len, skip = draft_page_table(table, ctx_len, window=window, page_size=cache.page_size)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return block_attention(
+            q, cache.k[layer], cache.v[layer], table, ctx_len, block_k=k, block_v=v, valid_from=skip
+        )[0]
+
+    return stack.drafter(embeds, positions, attend)
+
+
+def drafter_context(
+    stack: Stack, features: torch.Tensor, mtp_hidden: torch.Tensor | None, positions: torch.Tensor
+) -> Rows:
+    """The drafter's context rows of target `features[B, T, F]` and, where it reads them, aligned MTP states `[B, T, H]`."""
+    assert stack.drafter is not None
+    config = stack.drafter.config
+    streams = [features] if config.use_target_features else []
+    if config.use_mtp_features:
+        assert mtp_hidden is not None
+        streams.append(mtp_hidden)
+    pairs = stack.drafter.context_keys_values(torch.cat(streams, dim=-1), positions)
+    return Rows([k for k, _ in pairs], [v for _, v in pairs])
+
+
+def store(cache: PagedCache, rows: Rows, valid: torch.Tensor, slots: torch.Tensor) -> None:
+    """Commit rows 0..valid[b]-1 of every layer to `slots[B, T]`."""
+    commit_kv(rows.k, rows.v, cache.flat_k, cache.flat_v, valid, slots)

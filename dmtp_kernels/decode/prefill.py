@@ -1,0 +1,74 @@
+"""Prefill of one request, in chunks: all three caches, the first token, and the pending MTP row."""
+
+from __future__ import annotations
+
+import torch
+
+from dmtp_kernels.decode.caches import slots_of
+from dmtp_kernels.decode.forward import MTPPass, drafter_context, run_mtp, run_target, store
+from dmtp_kernels.decode.round import sample_tokens
+from dmtp_kernels.decode.stack import Stack
+from dmtp_kernels.decode.state import BatchState
+from dmtp_kernels.ops.accept import Acceptance, accept_prefix
+from dmtp_kernels.ops.commit_kv import commit_kv
+
+
+def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -> Acceptance:
+    """Process `prompt[n]` for the single row of `state` and emit its first token.
+
+    Afterwards the target's cache and the drafter's context hold n rows, the MTP history n - 1, and the MTP row of the first
+    emitted token is pending. MTP row p pairs the target's hidden of p with the token at p+1, so a chunk's last row takes the
+    next chunk's first token, and the prompt's last row the token just drawn.
+    """
+    length = prompt.shape[0]
+    device = prompt.device
+    state.length.fill_(0)
+    for start in range(0, length, chunk):
+        stop = min(start + chunk, length)
+        positions = torch.arange(start, stop, device=device)[None]
+        ctx_len = state.length.new_full((1,), start)
+        passed = run_target(stack, prompt[None, start:stop], positions, state.target_table, ctx_len)
+        valid = ctx_len.new_full((1,), stop - start)
+        target = stack.target_cache
+        store(target, passed.rows, valid, slots_of(state.target_table, positions, target.page_size))
+        if stop == length:
+            token = sample_tokens(stack, state, passed.hidden[:, -1:], positions[:, -1:] + 1)
+            following = torch.cat([prompt[None, start + 1 :], token], dim=1)
+        else:
+            following = prompt[None, start + 1 : stop + 1]
+        advanced = None
+        if stack.mtp is not None:
+            advanced = run_mtp(stack, following, passed.hidden, positions, state.mtp_table, ctx_len, None)
+            _commit_mtp(stack, state, positions, valid, advanced, last=stop == length)
+        if stack.drafter_cache is not None:
+            hidden = advanced.hidden if advanced is not None else None
+            context = drafter_context(stack, passed.features, hidden, positions)
+            drafter = stack.drafter_cache
+            store(drafter, context, valid, slots_of(state.drafter_table, positions, drafter.page_size))
+    first = accept_prefix(token, token, stop_ids=state.stop_ids, budget=state.budget)
+    state.advance(first)
+    state.length.fill_(length)
+    return first
+
+
+def _commit_mtp(
+    stack: Stack, state: BatchState, positions: torch.Tensor, valid: torch.Tensor, advanced: MTPPass, *, last: bool
+) -> None:
+    cache = stack.mtp_cache
+    assert cache is not None
+    slots = slots_of(state.mtp_table, positions, cache.page_size)
+    if not last:
+        store(cache, advanced.rows, valid, slots)
+        return
+    commit_kv(
+        advanced.rows.k,
+        advanced.rows.v,
+        cache.flat_k,
+        cache.flat_v,
+        valid,
+        slots,
+        pending_slot=state.tail_slots[:, 0],
+        promote_dst=torch.full_like(valid, -1),
+        hidden=advanced.hidden,
+        next_hidden=state.h_mtp,
+    )
