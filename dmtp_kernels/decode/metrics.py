@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,13 @@ class AcceptanceStats:
                 raise ValueError(
                     f"histograms[{i}]: counts {sum(histogram)} rounds, must be at most rounds[{i}] = {rounds}"
                 )
+
+    @classmethod
+    def from_histograms(cls, histograms: Iterable[Sequence[int]]) -> AcceptanceStats:
+        """Stats of requests of which only the histograms are known: every round emitted k + 1 tokens."""
+        buckets = tuple(tuple(int(count) for count in h) for h in histograms)
+        rounds = tuple(sum(h) for h in buckets)
+        return cls(buckets, tuple(_accepted(h) + r for h, r in zip(buckets, rounds, strict=True)), rounds)
 
     @property
     def histogram(self) -> list[int]:
@@ -95,6 +103,15 @@ class AcceptanceStats:
         """
         return AcceptanceStats(
             self.histograms + other.histograms, self.emitted + other.emitted, self.rounds + other.rounds
+        )
+
+    def select(self, requests: Iterable[int]) -> AcceptanceStats:
+        """The requests at these indices, repeats included."""
+        chosen = [int(i) for i in requests]
+        return AcceptanceStats(
+            tuple(self.histograms[i] for i in chosen),
+            tuple(self.emitted[i] for i in chosen),
+            tuple(self.rounds[i] for i in chosen),
         )
 
     def _at_least(self) -> list[int]:
@@ -161,8 +178,8 @@ class AcceptanceRecorder:
 
 
 def bootstrap_interval(
-    values: npt.ArrayLike | Sequence[Sequence[float]],
-    statistic: Callable[[np.ndarray], float] | None = None,
+    values: AcceptanceStats | npt.ArrayLike,
+    statistic: Callable[[Any], float | None] | None = None,
     *,
     resamples: int = 2000,
     confidence: float = 0.95,
@@ -171,48 +188,52 @@ def bootstrap_interval(
     """Percentile bootstrap interval of a statistic pooled over prompts: prompts are drawn with replacement.
 
     Args:
-        values: `[prompts]` or `[prompts, columns]`, one row per prompt.
-        statistic: rows -> number. Default: the mean of one column, or of two the ratio of sums `sum(column 0) /
-            sum(column 1)` (for instance accepted candidates and rounds of each prompt). Resamples where it is not finite
-            are left out.
-        resamples: number of resamples.
+        values: `[prompts]` or `[prompts, columns]`, one row per prompt; or the stats of one request per prompt.
+        statistic: what to compute of a resample, an array of such rows or an `AcceptanceStats` (for instance
+            `lambda s: s.t1_acceptance`). Default for arrays: the mean of one column, of two the ratio of their sums
+            (for instance accepted candidates and rounds of each prompt).
+        resamples: number of resamples; those whose statistic is None or not finite are left out.
         confidence: share of the resamples inside the interval.
         seed: of NumPy's generator.
 
     Returns:
-        (low, high), (nan, nan) when no resample is finite.
+        (low, high), (nan, nan) when no resample is left.
 
     Raises:
-        ValueError: no prompt, other than two columns without a statistic, or `confidence` outside (0, 1).
+        ValueError: there is no prompt, no statistic where one is needed, or a number is out of range.
 
     Source: Efron, "Bootstrap methods: another look at the jackknife", 1979.
     """
-    data = np.asarray(values, dtype=np.float64)
-    if data.ndim not in (1, 2) or len(data) == 0:
-        raise ValueError(
-            f"values: has shape {data.shape}, must be [prompts] or [prompts, columns] with at least one prompt"
-        )
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence: is {confidence}, must be between 0 and 1")
     if resamples < 1:
         raise ValueError(f"resamples: is {resamples}, must be at least 1")
-    if statistic is None and data.ndim == 2 and data.shape[1] != 2:
-        raise ValueError(
-            f"values: has {data.shape[1]} columns, must have 2 (numerator, denominator) without a statistic"
-        )
-    draws = data[np.random.default_rng(seed).integers(0, len(data), size=(resamples, len(data)))]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        if statistic is not None:
-            results = np.array([statistic(draw) for draw in draws], dtype=np.float64)
-        elif data.ndim == 1:
-            results = draws.mean(axis=1)
-        else:
-            results = draws[:, :, 0].sum(axis=1) / draws[:, :, 1].sum(axis=1)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: is {confidence}, must be between 0 and 1")
+    if isinstance(values, AcceptanceStats):
+        if statistic is None:
+            raise ValueError("statistic: is None, must be given for an AcceptanceStats")
+        prompts, take = len(values.rounds), values.select
+    else:
+        data = np.asarray(values, dtype=np.float64)
+        if data.ndim not in (1, 2):
+            raise ValueError(f"values: has shape {data.shape}, must be [prompts] or [prompts, columns]")
+        if statistic is None and data.ndim == 2 and data.shape[1] != 2:
+            raise ValueError(f"values: has {data.shape[1]} columns, must have 2 without a statistic")
+        prompts, take = len(data), data.__getitem__
+        statistic = statistic or (_ratio_of_sums if data.ndim == 2 else np.mean)
+    if prompts == 0:
+        raise ValueError("values: has no prompt, must have at least 1")
+    draws = np.random.default_rng(seed).integers(0, prompts, size=(resamples, prompts))
+    results = np.array([statistic(take(draw)) for draw in draws], dtype=np.float64)
     results = results[np.isfinite(results)]
     if len(results) == 0:
         return float("nan"), float("nan")
     low, high = np.quantile(results, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+def _ratio_of_sums(rows: np.ndarray) -> float | None:
+    numerator, denominator = rows.sum(axis=0)
+    return numerator / denominator if denominator else None
 
 
 def _accepted(histogram: Iterable[int]) -> int:

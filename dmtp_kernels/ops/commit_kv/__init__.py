@@ -41,7 +41,8 @@ def commit_kv(
             in the same cache (its scratch): all reads of a layer come before its writes. Another float dtype than the
             cache's is rounded to it.
         k_caches, v_caches: per layer `[num_slots, Hkv, D]`, or `[num_pages, page_size, Hkv, D]` with slot = page *
-            page_size + offset. Mutated. Any strides with the last dimension contiguous.
+            page_size + offset. Mutated. Any strides with the last dimension contiguous, like every tensor here;
+            `[B]` vectors may have any stride.
         valid: `[B]` int32/int64, rows of this round that are true (accepted plus correction or bonus).
         dst: `[B, R]` int32/int64 history slots.
         pending_slot, promote_dst: `[B]` int32/int64, given together.

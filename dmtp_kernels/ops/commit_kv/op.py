@@ -55,7 +55,7 @@ def _check(
     first_slot: int,
 ) -> None:
     sizes: dict[str, int] = {}
-    check_tensor("valid", valid, ["B"], INDEX_DTYPES, sizes)
+    check_tensor("valid", valid, ["B"], INDEX_DTYPES, sizes, last_contiguous=False)
     check_tensor("dst", dst, ["B", "R"], INDEX_DTYPES, sizes)
     if sizes["R"] < 1:
         raise ValueError("dst: has no rows, must have at least 1")
@@ -83,7 +83,8 @@ def _check(
     named: dict[str, torch.Tensor | None] = {}
     for name, tensor, shape, dtypes in optional:
         if tensor is not None:
-            check_tensor(name, tensor, shape, dtypes, sizes)
+            # one number per request may be a column of an engine's table
+            check_tensor(name, tensor, shape, dtypes, sizes, last_contiguous=len(shape) > 1)
             named[name] = tensor
     check_range("first_slot", first_slot, 0)
     for label, tensors in (("rows_k", rows_k), ("rows_v", rows_v), ("k_caches", k_caches), ("v_caches", v_caches)):

@@ -49,7 +49,7 @@ def _case(
         next_hidden = torch.randn(batch, 24, generator=generator).to(dtype)
         lengths = torch.randint(0, 99, (batch,), generator=generator).to(index)
         live = torch.rand(batch, generator=generator) < 0.8
-        pending_slot, promote_dst = slots[:, -1].contiguous(), slots[:, -2].contiguous()
+        pending_slot, promote_dst = slots[:, -1], slots[:, -2]
         return (*head, pending_slot, promote_dst, scratch, hidden, next_hidden, lengths, live, 1)
 
     return make
