@@ -208,10 +208,12 @@ def bootstrap_interval(
         raise ValueError(f"resamples: is {resamples}, must be at least 1")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: is {confidence}, must be between 0 and 1")
+    measure: Callable[[Any], float | None]
+    take: Callable[[np.ndarray], Any]
     if isinstance(values, AcceptanceStats):
         if statistic is None:
             raise ValueError("statistic: is None, must be given for an AcceptanceStats")
-        prompts, take = len(values.rounds), values.select
+        prompts, take, measure = len(values.rounds), values.select, statistic
     else:
         data = np.asarray(values, dtype=np.float64)
         if data.ndim not in (1, 2):
@@ -219,16 +221,21 @@ def bootstrap_interval(
         if statistic is None and data.ndim == 2 and data.shape[1] != 2:
             raise ValueError(f"values: has {data.shape[1]} columns, must have 2 without a statistic")
         prompts, take = len(data), data.__getitem__
-        statistic = statistic or (_ratio_of_sums if data.ndim == 2 else np.mean)
+        default: Callable[[Any], float | None] = _ratio_of_sums if data.ndim == 2 else _mean
+        measure = statistic or default
     if prompts == 0:
         raise ValueError("values: has no prompt, must have at least 1")
     draws = np.random.default_rng(seed).integers(0, prompts, size=(resamples, prompts))
-    results = np.array([statistic(take(draw)) for draw in draws], dtype=np.float64)
+    results = np.array([measure(take(draw)) for draw in draws], dtype=np.float64)
     results = results[np.isfinite(results)]
     if len(results) == 0:
         return float("nan"), float("nan")
     low, high = np.quantile(results, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
+
+
+def _mean(rows: np.ndarray) -> float:
+    return float(rows.mean())
 
 
 def _ratio_of_sums(rows: np.ndarray) -> float | None:
