@@ -11,7 +11,6 @@ import torch
 torch.set_num_threads(int(os.environ.get("DMTP_TEST_THREADS") or os.environ.get("OMP_NUM_THREADS") or 2))
 # deterministic mode fills torch.empty with NaN (integers: the largest value), so reading an unwritten output shows
 torch.use_deterministic_algorithms(True, warn_only=True)
-torch.utils.deterministic.fill_uninitialized_memory = True
 warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
 
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]

@@ -46,7 +46,7 @@ def module_name(path: Path) -> str:
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of all that a module imports, also inside functions and by a `"module:function"` string."""
+    """Line and absolute name of what a module imports, also inside functions and by a `"module:function"` string."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
