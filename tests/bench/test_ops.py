@@ -1,6 +1,6 @@
 """Every op at every shape of its spec, by the implementation that runs on this machine.
 
-A number here compares two commits on one machine; it says nothing about bandwidth. `floor_mb` is what a perfect kernel moves.
+A number here compares two commits on one machine; `floor_mb` is what a perfect kernel moves.
 """
 
 from __future__ import annotations
