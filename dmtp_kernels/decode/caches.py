@@ -81,7 +81,13 @@ class PagedCache:
 
     @classmethod
     def create(
-        cls, layer: LayerConfig, num_layers: int, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        layer: LayerConfig,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> PagedCache:
         """Cache of `num_pages` pages, filled with NaN: a row that was never written must never be read."""
         shape = (num_pages + 1, page_size, layer.num_kv_heads, layer.head_dim)

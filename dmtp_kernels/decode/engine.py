@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from dmtp_kernels.decode.method import Method
 from dmtp_kernels.decode.prefill import prefill
 from dmtp_kernels.decode.request import Completion, Event, FinishReason, Request
 from dmtp_kernels.decode.round import RoundResult, decode_round
-from dmtp_kernels.decode.stack import build_stack, get_method
+from dmtp_kernels.decode.stack import Stack, build_stack, get_method
 from dmtp_kernels.decode.state import MAX_ROWS, MAX_STOP_IDS, BatchState
 from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.ops.accept import LENGTH, STOPPED, Acceptance
@@ -22,7 +22,7 @@ _REASONS = {STOPPED: FinishReason.STOP, LENGTH: FinishReason.LENGTH}
 
 
 @dataclass(eq=False)
-class _Seat:
+class Seat:
     """A request's stay in a row, with the pages it holds; a request that was preempted gets a new one."""
 
     request_id: int
@@ -33,7 +33,7 @@ class _Seat:
 class _Flight:
     """A launched round and who sat in its rows then, so that late results find their owner or nobody."""
 
-    seats: list[_Seat]
+    seats: list[Seat]
     accepted: Acceptance
 
 
@@ -85,16 +85,16 @@ class Engine:
         self.device = weight.device
         self.state = BatchState.create(max_batch, max_pages, weight.shape[1], weight.dtype, weight.device)
         self.completions: dict[int, Completion] = {}
-        self.last_result: RoundResult | None = None
+        self.round_function: Callable[[Stack, BatchState], RoundResult] = decode_round
         self.rounds = 0
         self._waiting: deque[int] = deque()
-        self._seats: list[_Seat] = []
+        self.seats: list[Seat] = []
         self._flight: _Flight | None = None
 
     @property
     def live(self) -> list[int]:
         """Request ids by row."""
-        return [seat.request_id for seat in self._seats]
+        return [seat.request_id for seat in self.seats]
 
     @property
     def waiting(self) -> list[int]:
@@ -146,9 +146,9 @@ class Engine:
         """Admit what fits, launch one round, and return what the round before it produced."""
         events = self.admit()
         launched = None
-        if self._seats:
-            self.last_result = decode_round(self.stack, self.state.rows(0, len(self._seats)))
-            launched = _Flight(list(self._seats), self.last_result.accepted)
+        if self.seats:
+            result = self.round_function(self.stack, self.state.rows(0, len(self.seats)))
+            launched = _Flight(list(self.seats), result.accepted)
             self.rounds += 1
         landed, self._flight = self._flight, launched
         if landed is not None:
@@ -158,7 +158,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a request is waiting, live or in flight."""
-        return bool(self._waiting or self._seats or self._flight)
+        return bool(self._waiting or self.seats or self._flight)
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
         """Submit all requests, decode until every one ended, and return their completions in order."""
@@ -182,29 +182,29 @@ class Engine:
                 needs.append((cache, pages_for(total + MAX_ROWS, cache.page_size) + tail))
         return needs
 
-    def _seat(self, request_id: int) -> _Seat:
-        return next(seat for seat in self._seats if seat.request_id == request_id)
+    def _seat(self, request_id: int) -> Seat:
+        return next(seat for seat in self.seats if seat.request_id == request_id)
 
     def admit(self) -> list[Event]:
         """Let waiting requests join, in order, while rows and pages last; returns their first tokens. `step` calls it."""
         events = []
-        while self._waiting and len(self._seats) < self.max_batch:
+        while self._waiting and len(self.seats) < self.max_batch:
             request_id = self._waiting[0]
             request = self.completions[request_id].request
             needs = self._needs(len(request.prompt) + request.max_new_tokens)
             if any(count > cache.pool.free for cache, count in needs):
                 break
             self._waiting.popleft()
-            seat = _Seat(request_id, [(cache, cache.pool.allocate(count, request_id)) for cache, count in needs])
+            seat = Seat(request_id, [(cache, cache.pool.allocate(count, request_id)) for cache, count in needs])
             events.append(self._join(seat))
             if events[-1].finish_reason is not None:
                 self._leave(seat)
         return events
 
-    def _join(self, seat: _Seat) -> Event:
+    def _join(self, seat: Seat) -> Event:
         completion = self.completions[seat.request_id]
-        request, row = completion.request, len(self._seats)
-        self._seats.append(seat)
+        request, row = completion.request, len(self.seats)
+        self.seats.append(seat)
         view = self.state.rows(row, row + 1)
         view.budget.fill_(request.max_new_tokens - len(completion.tokens))
         view.temperature.fill_(request.temperature)
@@ -214,11 +214,11 @@ class Engine:
         stops = list(request.stop_ids) + [-1] * (MAX_STOP_IDS - len(request.stop_ids))
         view.stop_ids.copy_(torch.tensor([stops]))
         self._set_tables(view, seat)
-        prompt = torch.tensor([*request.prompt, *completion.tokens], device=self.device)
+        prompt = torch.tensor([[*request.prompt, *completion.tokens]], device=self.device)
         first = prefill(self.stack, view, prompt, self.prefill_chunk)
         return self._record(completion, seat.request_id, first.out_tokens[0].tolist(), int(first.finished[0]), None)
 
-    def _set_tables(self, view: BatchState, seat: _Seat) -> None:
+    def _set_tables(self, view: BatchState, seat: Seat) -> None:
         stack = self.stack
         for cache, pages in seat.pages:
             if cache is stack.target_cache:
@@ -239,7 +239,7 @@ class Engine:
         columns = (accepted.out_tokens.tolist(), accepted.finished.tolist(), accepted.accept_len.tolist())
         events = []
         for seat, tokens, finished, matched in zip(flight.seats, *columns, strict=True):
-            if seat not in self._seats:
+            if seat not in self.seats:
                 continue
             event = self._record(self.completions[seat.request_id], seat.request_id, tokens, finished, matched)
             if event.finish_reason is not None:
@@ -258,13 +258,13 @@ class Engine:
             completion.histogram[matched] += 1
         return Event(request_id, tokens, completion.finish_reason)
 
-    def _leave(self, seat: _Seat) -> None:
+    def _leave(self, seat: Seat) -> None:
         """Free a seat's row and pages; the last row moves into the gap."""
-        row, last = self._seats.index(seat), len(self._seats) - 1
+        row, last = self.seats.index(seat), len(self.seats) - 1
         if row != last:
             self.state.move(last, row)
-            self._seats[row] = self._seats[last]
-        self._seats.pop()
+            self.seats[row] = self.seats[last]
+        self.seats.pop()
         self.state.clear(last)
         for cache, pages in seat.pages:
             cache.pool.release(pages, seat.request_id)

@@ -34,7 +34,11 @@ class Run:
     @property
     def stats(self) -> AcceptanceStats:
         """Acceptance figures over all requests."""
-        return AcceptanceStats.from_histograms([c.histogram for c in self.completions])
+        return AcceptanceStats(
+            tuple(tuple(c.histogram) for c in self.completions),
+            tuple(len(c.tokens) for c in self.completions),
+            tuple(c.rounds for c in self.completions),
+        )
 
 
 def make_requests(
@@ -142,12 +146,14 @@ def summarise(run: Run) -> dict[str, Any]:
     }
     if run.method.num_candidates == 0:
         return figures
-    histograms = [c.histogram for c in run.completions]
+    # per prompt: (rounds whose first candidate was accepted, rounds) and (accepted candidates + rounds, rounds)
+    first = [(c.rounds - c.histogram[0], c.rounds) for c in run.completions]
+    length = [(sum((k + 1) * n for k, n in enumerate(c.histogram)), c.rounds) for c in run.completions]
     return figures | {
         "t1_acceptance": stats.t1_acceptance,
-        "t1_acceptance_interval": bootstrap_interval(histograms, lambda s: s.t1_acceptance),
+        "t1_acceptance_interval": bootstrap_interval(first),
         "per_verify_length": stats.per_verify_length,
-        "per_verify_length_interval": bootstrap_interval(histograms, lambda s: s.per_verify_length),
+        "per_verify_length_interval": bootstrap_interval(length),
         "per_request_length": stats.per_request_length,
         "cumulative": stats.cumulative,
         "conditional": stats.conditional,

@@ -1,4 +1,4 @@
-"""Prefill of one request, in chunks: all three caches, the first token, and the pending MTP row."""
+"""Prefill in chunks: all three caches, the first token, and the pending MTP row."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from dmtp_kernels.ops.commit_kv import commit_kv
 
 
 def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -> Acceptance:
-    """Process `prompt[n]` for the single row of `state` and emit its first token.
+    """Process `prompt[B, n]`, one prompt of n tokens per row of `state`, and emit the first tokens.
 
     Afterwards the target's cache and the drafter's context hold n rows, the MTP history n - 1, and the MTP row of the first
     emitted token is pending. MTP row p pairs the target's hidden of p with the token at p+1, so a chunk's last row takes the
     next chunk's first token, and the prompt's last row the token just drawn.
     """
-    length = prompt.shape[0]
-    device = prompt.device
+    batch, length = prompt.shape
     state.length.fill_(0)
     for start in range(0, length, chunk):
         stop = min(start + chunk, length)
-        positions = torch.arange(start, stop, device=device)[None]
-        ctx_len = state.length.new_full((1,), start)
-        passed = run_target(stack, prompt[None, start:stop], positions, state.target_table, ctx_len)
-        valid = ctx_len.new_full((1,), stop - start)
+        positions = torch.arange(start, stop, device=prompt.device).expand(batch, -1)
+        ctx_len = torch.full_like(state.length, start)
+        passed = run_target(stack, prompt[:, start:stop], positions, state.target_table, ctx_len)
+        valid = torch.full_like(state.length, stop - start)
         target = stack.target_cache
         store(target, passed.rows, valid, slots_of(state.target_table, positions, target.page_size))
         if stop == length:
             token = sample_tokens(stack, state, passed.hidden[:, -1:], positions[:, -1:] + 1)
-            following = torch.cat([prompt[None, start + 1 :], token], dim=1)
+            following = torch.cat([prompt[:, start + 1 :], token], dim=1)
         else:
-            following = prompt[None, start + 1 : stop + 1]
+            following = prompt[:, start + 1 : stop + 1]
         advanced = None
         if stack.mtp is not None:
             advanced = run_mtp(stack, following, passed.hidden, positions, state.mtp_table, ctx_len, None)

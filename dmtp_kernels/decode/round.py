@@ -65,7 +65,7 @@ def propose(stack: Stack, state: BatchState) -> Draft:
         tokens = propose_chain(stack, state)
         return Draft(_with_padding(stack, torch.cat([state.anchor[:, None], tokens], dim=1)))
     if method.drafter is None:
-        return Draft(_with_padding(stack, state.anchor[:, None]))
+        return Draft(_with_padding(stack, state.anchor[:, None].clone()))  # not a view: the anchor moves on
     ids, embeds = prepare_block(stack, state)
     positions = block_positions(stack, state)
     hidden = run_drafter(stack, embeds, positions, state.drafter_table, state.length)

@@ -77,7 +77,9 @@ class BatchState:
 
     def clear(self, row: int) -> None:
         """Make a row inert and forget its tables, so that nothing of an earlier request can be reached through it."""
-        blank = BatchState.create(1, self.target_table.shape[1], self.h_mtp.shape[1], self.h_mtp.dtype, self.anchor.device)
+        blank = BatchState.create(
+            1, self.target_table.shape[1], self.h_mtp.shape[1], self.h_mtp.dtype, self.anchor.device
+        )
         for f in fields(self):
             getattr(self, f.name)[row].copy_(getattr(blank, f.name)[0])
 

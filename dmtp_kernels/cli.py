@@ -1,0 +1,272 @@
+"""`dmtp`: generate text, compare the methods, train the embedded checkpoint, say what runs here."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from dmtp_kernels.decode.check import compare_outputs
+from dmtp_kernels.decode.engine import Engine
+from dmtp_kernels.decode.evaluate import BASELINE, compare, run_method
+from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
+from dmtp_kernels.decode.request import Completion, Request
+from dmtp_kernels.decode.stack import get_method
+from dmtp_kernels.decode.state import MAX_ROWS
+from dmtp_kernels.models.checkpoint import Checkpoint, load_checkpoint
+from dmtp_kernels.models.presets import EOS
+from dmtp_kernels.training.data import held_out_prompts
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+CheckpointOption = Annotated[Path | None, typer.Option(help="safetensors of another trio (default: the embedded one)")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON only")]
+
+
+def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Bad input and a refusing disk end a command with one line on stderr and exit code 2."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except BrokenPipeError:
+            raise typer.Exit(1) from None
+        except (ValueError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and type(error) is RuntimeError:
+                raise  # a fault of ours, not of the input: keep its traceback
+            print(f"dmtp: error: {' '.join(str(error).split())}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+    return guarded
+
+
+@app.command()
+@one_line_errors
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="text to continue")] = None,
+    file: Annotated[Path | None, typer.Option(help="read the prompt from a file")] = None,
+    heldout: Annotated[int | None, typer.Option(help="use held-out prompt number N")] = None,
+    method: Annotated[str, typer.Option(help=f"one of {', '.join(METHODS)}")] = "dmtp",
+    batch: Annotated[int, typer.Option(help="continuations of the prompt, seeds SEED, SEED+1, ...")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to produce at most")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = off")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = off")] = 1.0,
+    seed: Annotated[int, typer.Option(help="seed of the first continuation")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="compare with autoregressive decoding; exit 1 if it differs")
+    ] = False,
+    checkpoint: CheckpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a prompt, printing text as it is produced."""
+    text = _prompt(prompt, file, heldout)
+    if batch < 1:
+        raise ValueError(f"batch: is {batch}, must be at least 1")
+    chosen = get_method(method)
+    models = load_checkpoint(checkpoint, drafters=[chosen.drafter] if chosen.drafter else [])
+    requests = [
+        Request(tuple(text), max_new_tokens, temperature, top_k, top_p, seed + i, stop_ids=(EOS,)) for i in range(batch)
+    ]
+    limit = models.target.config.max_positions - MAX_ROWS
+    engine = Engine(models, chosen, max_batch=batch, max_tokens=max(2, min(limit, len(text) + max_new_tokens)))
+    completions = _stream(engine, requests, quiet=as_json)
+    verdict = _check(models, chosen.name, requests, completions) if check else None
+    if as_json:
+        print(json.dumps(_generated(chosen.name, completions, verdict), indent=1))
+    else:
+        _report(completions, verdict)
+    if verdict is not None and not verdict["identical"]:
+        raise typer.Exit(1)
+
+
+@app.command("compare")
+@one_line_errors
+def compare_command(
+    methods: Annotated[str, typer.Option(help="comma-separated (default: all)")] = ",".join(METHODS),
+    prompts: Annotated[int, typer.Option(help="held-out prompts to use, 0 = all")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
+    temperature: Annotated[float, typer.Option(help="greedy text of a tiny model loops; 0.6 and 1 say more")] = 0.6,
+    batch: Annotated[int, typer.Option(help="requests decoded together")] = 8,
+    seed: Annotated[int, typer.Option(help="seed of the first prompt")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="compare with autoregressive decoding; exit 1 on a mismatch")
+    ] = False,
+    agreement: Annotated[bool, typer.Option(help="measure teacher-forced agreement with the target")] = True,
+    plot: Annotated[Path | None, typer.Option(help="write the two acceptance figures to a PNG")] = None,
+    checkpoint: CheckpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Table of methods on the held-out prompts: acceptance, lengths, target forwards, speed."""
+    texts = [p["text"].encode() for p in held_out_prompts()]
+    if prompts < 0 or prompts > len(texts):
+        raise ValueError(f"prompts: is {prompts}, must be between 0 and {len(texts)}")
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    if not names:
+        raise ValueError("methods: names none")
+    drafters = [d for d in (get_method(name).drafter for name in names) if d is not None]
+    models = load_checkpoint(checkpoint, drafters=drafters)
+    progress = None if as_json or not sys.stderr.isatty() else _progress
+    result = compare(
+        models,
+        texts[: prompts or None],
+        names,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        batch=batch,
+        seed=seed,
+        check=check,
+        agreement=agreement,
+        on_progress=progress,
+    )
+    if progress is not None:
+        print(end="\r\x1b[K", file=sys.stderr)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        from dmtp_kernels.decode.report import comparison_tables
+
+        console = Console()
+        for table in comparison_tables(result):
+            console.print(table)
+    if plot is not None:
+        from dmtp_kernels.decode.report import plot_acceptance
+
+        plot_acceptance(result, plot)
+    if any(row.get("identical") is False for row in result["methods"].values()):
+        raise typer.Exit(1)
+
+
+@app.command()
+@one_line_errors
+def train(
+    out: Annotated[Path, typer.Option(help="run directory: training state, then the checkpoint")] = Path("runs/tiny"),
+    seed: Annotated[int, typer.Option(help="seed of weights and data order")] = 0,
+    budget: Annotated[str, typer.Option(help="full, or smoke for a few steps of every stage")] = "full",
+    resume: Annotated[bool, typer.Option(help="go on where an interrupted run in the directory stopped")] = True,
+) -> None:
+    """Train the embedded checkpoint from scratch on the standard library's sources."""
+    from dmtp_kernels.training.run import train as run_training
+
+    print(run_training(out, seed=seed, budget=budget, resume=resume))
+
+
+@app.command()
+@one_line_errors
+def doctor(as_json: JsonOption = False) -> None:
+    """Versions, backends, and which implementation each op runs here."""
+    from dmtp_kernels.doctor import render, report
+
+    found = report()
+    print(json.dumps(found, indent=1) if as_json else render(found))
+
+
+def _prompt(prompt: str | None, file: Path | None, heldout: int | None) -> bytes:
+    given = [
+        name for name, value in (("PROMPT", prompt), ("--file", file), ("--heldout", heldout)) if value is not None
+    ]
+    if len(given) != 1:
+        raise ValueError(f"prompt: give one of PROMPT, --file, --heldout (got {', '.join(given) or 'none'})")
+    if file is not None:
+        text = file.read_bytes()
+    elif heldout is not None:
+        prompts = held_out_prompts()
+        if not 0 <= heldout < len(prompts):
+            raise ValueError(f"heldout: is {heldout}, must be between 0 and {len(prompts) - 1}")
+        text = prompts[heldout]["text"].encode()
+    else:
+        text = (prompt or "").encode()
+    if not text:
+        raise ValueError("prompt: is empty, must hold at least one byte")
+    return text
+
+
+@torch.no_grad()
+def _stream(engine: Engine, requests: list[Request], *, quiet: bool) -> list[Completion]:
+    ids = [engine.submit(request) for request in requests]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    single = len(ids) == 1 and not quiet
+    if single:
+        print(bytes(requests[0].prompt).decode("utf-8", "replace"), end="", flush=True)
+    while engine.busy:
+        for event in engine.step():
+            if single:
+                print(decoder.decode(as_bytes(event.tokens)), end="", flush=True)
+    if single:
+        print(decoder.decode(b"", final=True))
+    return [engine.completions[i] for i in ids]
+
+
+def as_bytes(tokens: tuple[int, ...] | list[int]) -> bytes:
+    """The text of byte tokens; special ids have none."""
+    return bytes(token for token in tokens if token < 256)
+
+
+def _check(models: Checkpoint, name: str, requests: list[Request], completions: list[Completion]) -> dict[str, Any]:
+    plain = run_method(models, METHODS[BASELINE], requests, len(requests)).completions
+    shaped = run_method(models, VERIFY_SHAPED, requests, len(requests)).completions
+    verdict = compare_outputs(models, completions, plain, shaped)
+    return {
+        "method": name,
+        "identical": verdict.identical,
+        "exact": verdict.exact,
+        "ties": verdict.ties,
+        "mismatches": [list(m) for m in verdict.mismatches],
+    }
+
+
+def _generated(name: str, completions: list[Completion], verdict: dict[str, Any] | None) -> dict[str, Any]:
+    outputs = [
+        {
+            "text": as_bytes(c.tokens).decode("utf-8", "replace"),
+            "tokens": c.tokens,
+            "rounds": c.rounds,
+            "histogram": c.histogram,
+            "finish_reason": c.finish_reason.value if c.finish_reason else None,
+        }
+        for c in completions
+    ]
+    return {"method": name, "outputs": outputs} | ({"check": verdict} if verdict else {})
+
+
+def _report(completions: list[Completion], verdict: dict[str, Any] | None) -> None:
+    if len(completions) > 1:
+        for index, completion in enumerate(completions):
+            print(f"--- {index} (seed {completion.request.seed})")
+            print(bytes(completion.request.prompt).decode("utf-8", "replace"), end="")
+            print(as_bytes(completion.tokens).decode("utf-8", "replace"))
+    tokens = sum(len(c.tokens) for c in completions)
+    rounds = sum(c.rounds for c in completions)
+    print(f"[{tokens} tokens, {rounds} verification rounds]", file=sys.stderr)
+    if verdict is not None:
+        ties = f", {verdict['ties']} after a tie within float rounding" if verdict["ties"] else ""
+        if verdict["identical"]:
+            print(
+                f"[identical to autoregressive decoding: {len(completions)} of {len(completions)}{ties}]",
+                file=sys.stderr,
+            )
+        else:
+            where = ", ".join(f"output {i} at token {at}" for i, at in verdict["mismatches"])
+            print(f"[NOT identical to autoregressive decoding: {where}]", file=sys.stderr)
+
+
+def _progress(name: str, done: int, total: int) -> None:
+    print(f"\r\x1b[K{name}: {done} of {total} prompts", end="", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point of the `dmtp` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

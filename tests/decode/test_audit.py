@@ -1,0 +1,213 @@
+"""Every cached state equals a recomputation from the committed tokens after every round; planted draft bugs are caught.
+
+All planted bugs below leave the output lossless: only the audit can see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dmtp_kernels.decode import forward
+from dmtp_kernels.decode import round as rounds
+from dmtp_kernels.decode.engine import Engine
+from dmtp_kernels.decode.method import METHODS
+from dmtp_kernels.decode.request import Request
+from dmtp_kernels.testing.audit import Auditor
+from dmtp_kernels.testing.models import tiny_checkpoint
+
+CHECKPOINT = tiny_checkpoint(3)
+# one token, less than a page, page edges, past the window of 16, several chunks; greedy and sampled
+PROMPTS = ((1, 0.0), (5, 0.8), (8, 0.0), (23, 1.0), (40, 0.0))
+
+
+def requests(new_tokens: int = 20) -> list[Request]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        Request(tuple(torch.randint(0, 19, (n,), generator=generator).tolist()), new_tokens, t, seed=i)
+        for i, (n, t) in enumerate(PROMPTS)
+    ]
+
+
+@torch.no_grad()
+def audited_run(name: str, **options: Any) -> tuple[Auditor, list[list[int]]]:
+    method = METHODS[name]
+    settings = {"max_batch": 3, "max_tokens": 80, "page_size": 8, "prefill_chunk": 16} | options
+    engine = Engine(CHECKPOINT, name, **settings)
+    auditor = Auditor(engine, CHECKPOINT.fusions.get(method.drafter or ""))
+    completions = engine.run(requests())
+    return auditor, [c.tokens for c in completions]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return audited_run("autoregressive")[1]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_state_equals_recomputation(name: str, plain: list[list[int]]) -> None:
+    auditor, outputs = audited_run(name)
+    assert auditor.findings == []
+    assert auditor.rounds > 10
+    assert outputs == plain
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_page_sizes(page_size: int, plain: list[list[int]]) -> None:
+    auditor, outputs = audited_run("dmtp", page_size=page_size)
+    assert auditor.findings == []
+    assert outputs == plain
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 64])
+def test_row_106_107_chunked_prefill(chunk: int, plain: list[list[int]]) -> None:
+    """LightLLM#1079, rtp-llm#1174: a chunk's last MTP row takes the next chunk's first token, at its absolute position."""
+    auditor, outputs = audited_run("dmtp", prefill_chunk=chunk)
+    assert auditor.findings == []
+    assert outputs == plain
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def _wrap(module: Any, name: str, change: Callable[..., Any]) -> Patch:
+    """Replace `module.name` by `change(original, *args, **kwargs)`."""
+
+    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kwargs: change(original, *args, **kwargs))
+
+    return apply
+
+
+_TARGET: dict[str, Any] = {}
+
+
+def _remember_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = rounds.commit
+
+    def commit(stack: Any, *args: Any) -> None:
+        _TARGET["cache"] = stack.target_cache
+        original(stack, *args)
+
+    monkeypatch.setattr(rounds, "commit", commit)
+
+
+def _context_mutant(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Patch:
+    """Change what is stored to the drafter's context: `change(rows, valid, slots)`."""
+
+    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
+        _remember_target(monkeypatch)
+        original = rounds.store
+
+        def store(cache: Any, rows: Any, valid: Any, slots: Any) -> None:
+            if cache is not _TARGET["cache"]:
+                rows, valid, slots = change(rows, valid, slots)
+            original(cache, rows, valid, slots)
+
+        monkeypatch.setattr(rounds, "store", store)
+
+    return apply
+
+
+def _rejected_draft_to_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish, advance = rounds.finish_round, rounds.advance_mtp
+    seen: dict[str, Any] = {}
+
+    def remember(stack: Any, state: Any, draft: Any, limit: int | None = None) -> Any:
+        seen["drafts"] = draft.candidates[:, 1:]
+        return finish(stack, state, draft, limit)
+
+    def feed(stack: Any, state: Any, accepted: Any, verified: Any) -> Any:
+        tokens = torch.cat([seen["drafts"], accepted.out_tokens[:, -1:]], dim=1)
+        return advance(stack, state, accepted._replace(out_tokens=tokens), verified)
+
+    monkeypatch.setattr(rounds, "finish_round", remember)
+    monkeypatch.setattr(rounds, "advance_mtp", feed)
+
+
+def _hidden_off_by_one(advance: Any, stack: Any, state: Any, accepted: Any, verified: Any) -> Any:
+    return advance(stack, state, accepted, verified._replace(hidden=verified.hidden.roll(1, dims=1)))
+
+
+def _commit_kv_with(**changes: Callable[[Any], Any]) -> Patch:
+    def change(commit: Any, *args: Any, **kwargs: Any) -> Any:
+        for key, edit in changes.items():
+            if key in kwargs:
+                kwargs[key] = edit(kwargs[key])
+        return commit(*args, **kwargs)
+
+    return _wrap(rounds, "commit_kv", change)
+
+
+def _scratch_visible(
+    run: Any, stack: Any, tokens: Any, hidden: Any, positions: Any, table: Any, ctx: Any, tail: Any
+) -> Any:
+    # the tail slots that a round's advance may see are the pending one alone
+    visible = _STATE["state"].tail_slots[:, :2] if tokens.shape[1] > 1 else tail
+    return run(stack, tokens, hidden, positions, table, ctx, visible)
+
+
+_STATE: dict[str, Any] = {}
+
+
+def _scratch_mutant(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = rounds.advance_mtp
+
+    def remember(stack: Any, state: Any, *args: Any) -> Any:
+        _STATE["state"] = state
+        return advance(stack, state, *args)
+
+    monkeypatch.setattr(rounds, "advance_mtp", remember)
+    _wrap(rounds, "run_mtp", _scratch_visible)(monkeypatch)
+
+
+def _window_with(offset: int) -> Patch:
+    def change(pages: Any, table: Any, ctx_len: Any, *, window: int, page_size: int) -> Any:
+        return pages(table, ctx_len, window=window + offset, page_size=page_size)
+
+    return _wrap(forward, "draft_page_table", change)
+
+
+def _swap_t1_and_mask(prepare: Any, stack: Any, state: Any) -> Any:
+    ids, embeds = prepare(stack, state)
+    swap = [0, 2, 1, *range(3, ids.shape[1])]
+    return ids, embeds[:, swap]
+
+
+def _wrong_anchor(propose: Any, stack: Any, state: Any) -> Any:
+    ids, embeds = propose(stack, state)
+    embeds = embeds.clone()
+    embeds[:, 0] = embeds[:, 1]
+    return ids, embeds
+
+
+MUTANTS: dict[str, tuple[Patch, str]] = {
+    "context one row short": (_context_mutant(lambda r, v, s: (r, v - 1, s)), "context k"),
+    "a stale context row": (
+        _context_mutant(lambda r, v, s: (r, v, torch.cat([s[:, :1], torch.full_like(s[:, 1:2], -1), s[:, 2:]], 1))),
+        "context k",
+    ),
+    "block position + 1": (_wrap(rounds, "block_positions", lambda f, *a: f(*a) + 1), "block positions"),
+    "MTP fed a rejected draft": (_rejected_draft_to_mtp, "pending k"),
+    "MTP hidden off by one": (_wrap(rounds, "advance_mtp", _hidden_off_by_one), "pending k"),
+    "pending row not promoted": (_commit_kv_with(promote_dst=lambda slots: torch.full_like(slots, -1)), "mtp history"),
+    "scratch row visible": (_scratch_mutant, "h_mtp"),
+    "h_mtp after consuming T1": (_commit_kv_with(hidden=lambda h: h.roll(-1, dims=1)), "h_mtp"),
+    "window one too wide": (_window_with(1), "block hidden"),
+    "window one too narrow": (_window_with(-1), "block hidden"),
+    "wrong anchor": (_wrap(rounds, "prepare_block", _wrong_anchor), "block embeddings"),
+    "T1 slot and MASK slot swapped": (_wrap(rounds, "prepare_block", _swap_t1_and_mask), "block embeddings"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_draft_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch, plain: list[list[int]]) -> None:
+    patch, finding = MUTANTS[name]
+    patch(monkeypatch)
+    auditor, outputs = audited_run("dmtp")
+    assert any(finding in found for found in auditor.findings), auditor.findings[:3]
+    assert outputs == plain  # lossless all the same: this is why the audit exists
