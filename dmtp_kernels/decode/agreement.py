@@ -24,8 +24,8 @@ def teacher_forced_agreement(
 ) -> list[float]:
     """Share of positions whose candidate k equals the target's argmax given the text before it, for k = 1..K.
 
-    `texts` are autoregressive completions. Their requests are decoded again one token a round, whatever is proposed, so the
-    same tokens come back; a proposal counts at every position that leaves K more tokens.
+    `texts` are autoregressive completions. Their requests are decoded again one token a round, whatever is proposed,
+    so the same tokens come back; a proposal counts at every position that leaves K more tokens.
     """
     hits = torch.zeros(method.num_candidates, dtype=torch.int64)
     count = 0

@@ -99,7 +99,8 @@ class PagedCache:
 
 
 def slots_of(table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Slot of each position: `table[B, MP]`, `positions[B, T]` -> `[B, T]` int64; -1 for positions outside the table."""
+    """Slot of each position: `table[B, MP]`, `positions[B, T]` -> `[B, T]` int64; -1 for positions outside the
+    table."""
     page = torch.div(positions, page_size, rounding_mode="floor")
     inside = (positions >= 0) & (page < table.shape[1])
     entry = table.gather(1, page.clamp(0, table.shape[1] - 1)).long()

@@ -12,7 +12,8 @@ from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.ops.sample.philox import SAMPLE, exponential
 
 TIE = 1e-4
-"""Scores closer than this, relative to their size, count as tied: fp32 sums of a few hundred terms differ by that little."""
+"""Scores closer than this, relative to their size, count as tied: fp32 sums of a few hundred terms differ by that
+little."""
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,9 @@ class _Flight:
 class Engine:
     """Decodes requests with one method over a fixed number of rows.
 
-    Live requests occupy rows 0..B-1. A round's results are read one round later; a request that ended meanwhile runs one
-    inert round. All pages a request can need are taken when it is admitted, from each cache the method has; a request that
-    cannot get them waits, in order of submission.
+    Live requests occupy rows 0..B-1. A round's results are read one round later; a request that ended meanwhile runs
+    one inert round. All pages a request can need are taken when it is admitted, from each cache the method has; a
+    request that cannot get them waits, in order of submission.
 
     Args:
         checkpoint: models and weights; decoding runs in their dtype on their device.
@@ -136,7 +136,8 @@ class Engine:
             self._leave(self._seat(request_id))
 
     def preempt(self, request_id: int) -> None:
-        """Take a live request's row and pages; it rejoins later and re-ingests its prompt and the tokens read so far."""
+        """Take a live request's row and pages; it rejoins later and re-ingests its prompt and the tokens read so
+        far."""
         if request_id not in self.live:
             raise ValueError(f"request_id: {request_id} is not live")
         self._leave(self._seat(request_id))
@@ -186,7 +187,8 @@ class Engine:
         return next(seat for seat in self.seats if seat.request_id == request_id)
 
     def admit(self) -> list[Event]:
-        """Let waiting requests join, in order, while rows and pages last; returns their first tokens. `step` calls it."""
+        """Let waiting requests join, in order, while rows and pages last; returns their first tokens. `step` calls
+        it."""
         events = []
         while self._waiting and len(self.seats) < self.max_batch:
             request_id = self._waiting[0]

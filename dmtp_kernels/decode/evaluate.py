@@ -16,7 +16,6 @@ from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED, Method
 from dmtp_kernels.decode.metrics import AcceptanceStats, bootstrap_interval
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import get_method
-from dmtp_kernels.decode.state import MAX_ROWS
 from dmtp_kernels.models.checkpoint import Checkpoint
 
 BASELINE = "autoregressive"
@@ -91,8 +90,8 @@ def compare(
 ) -> dict[str, Any]:
     """Table of methods over the same prompts and seeds, ready for JSON.
 
-    `identical` is present with `check`; an interval is a 95 % percentile bootstrap over prompts. `tokens_per_second` is this
-    machine's, eager, and includes prefill.
+    `identical` is present with `check`; an interval is a 95 % percentile bootstrap over prompts. `tokens_per_second`
+    is this machine's, eager, and includes prefill.
     """
     if not prompts:
         raise ValueError("prompts: there are none")

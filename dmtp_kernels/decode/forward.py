@@ -24,7 +24,8 @@ class Rows(NamedTuple):
 def causal_attend(
     cache: PagedCache, table: torch.Tensor, ctx_len: torch.Tensor, rows: Rows, tail: torch.Tensor | None = None
 ) -> Attend:
-    """Attention of new rows to `ctx_len[B]` cached rows, to the cached rows in slots `tail[B, n]`, and causally to themselves.
+    """Attention of new rows to `ctx_len[B]` cached rows, to the cached rows in slots `tail[B, n]`, and causally to
+    themselves.
 
     The new rows are appended to `rows`.
     """
@@ -108,7 +109,8 @@ def run_drafter(
 def drafter_context(
     stack: Stack, features: torch.Tensor, mtp_hidden: torch.Tensor | None, positions: torch.Tensor
 ) -> Rows:
-    """The drafter's context rows of target `features[B, T, F]` and, where it reads them, aligned MTP states `[B, T, H]`."""
+    """The drafter's context rows of target `features[B, T, F]` and, where it reads them, aligned MTP states `[B, T,
+    H]`."""
     assert stack.drafter is not None
     config = stack.drafter.config
     streams = [features] if config.use_target_features else []

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class Method:
     """How one round proposes its candidates.
 
-    `chain` > 0: native MTP proposes that many candidates one after another. Otherwise `drafter` names the drafter weights
-    (None: no candidates, plain autoregressive decoding). `first` says where T1 comes from: `mtp` puts MTP's token in the
-    block, `drafter` leaves the first candidate to the drafter. `anchors` = 2 keeps A before T1. `fusion` is the fusion of
-    the MTP hidden into the block (`none`, `residual`, `residual_low_rank`, `replace`, `mask_residual`); `context` lists the
-    feature streams of the drafter's context. `padding_rows` adds verify rows that hold no candidate, so that autoregressive
-    decoding can run in the shape of a verification.
+    `chain` > 0: native MTP proposes that many candidates one after another. Otherwise `drafter` names the drafter
+    weights (None: no candidates, plain autoregressive decoding). `first` says where T1 comes from: `mtp` puts MTP's
+    token in the block, `drafter` leaves the first candidate to the drafter. `anchors` = 2 keeps A before T1. `fusion`
+    is the fusion of the MTP hidden into the block (`none`, `residual`, `residual_low_rank`, `replace`,
+    `mask_residual`); `context` lists the feature streams of the drafter's context. `padding_rows` adds verify rows
+    that hold no candidate, so that autoregressive decoding can run in the shape of a verification.
     """
 
     name: str

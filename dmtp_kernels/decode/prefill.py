@@ -16,9 +16,9 @@ from dmtp_kernels.ops.commit_kv import commit_kv
 def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -> Acceptance:
     """Process `prompt[B, n]`, one prompt of n tokens per row of `state`, and emit the first tokens.
 
-    Afterwards the target's cache and the drafter's context hold n rows, the MTP history n - 1, and the MTP row of the first
-    emitted token is pending. MTP row p pairs the target's hidden of p with the token at p+1, so a chunk's last row takes the
-    next chunk's first token, and the prompt's last row the token just drawn.
+    Afterwards the target's cache and the drafter's context hold n rows, the MTP history n - 1, and the MTP row of the
+    first emitted token is pending. MTP row p pairs the target's hidden of p with the token at p+1, so a chunk's last
+    row takes the next chunk's first token, and the prompt's last row the token just drawn.
     """
     batch, length = prompt.shape
     state.length.fill_(0)

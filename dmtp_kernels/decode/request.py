@@ -20,8 +20,8 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; the same seed gives the same tokens whatever
-    else is in the batch.
+    """One prompt. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; the same seed gives the same tokens
+    whatever else is in the batch.
 
     Raises:
         ValueError: a field is out of range; the message names it.

@@ -99,7 +99,8 @@ def prepare_block(stack: Stack, state: BatchState) -> tuple[torch.Tensor, torch.
 
 
 def block_positions(stack: Stack, state: BatchState) -> torch.Tensor:
-    """Absolute positions `[B, S]` of the drafter's slots: from the anchor's, or from T1's where the block starts with T1."""
+    """Absolute positions `[B, S]` of the drafter's slots: from the anchor's, or from T1's where the block starts with
+    T1."""
     first = state.length if stack.method.block_has_anchor else state.length + 1
     return first[:, None] + torch.arange(stack.method.num_slots, device=first.device)
 
@@ -139,7 +140,8 @@ def accept(
 
 
 def advance_mtp(stack: Stack, state: BatchState, accepted: Acceptance, verified: TargetPass) -> MTPPass:
-    """MTP over R fixed rows: row j = (emitted token j, target hidden of position a+j); rows beyond the emitted are inert."""
+    """MTP over R fixed rows: row j = (emitted token j, target hidden of position a+j); rows beyond the emitted are
+    inert."""
     width = accepted.out_tokens.shape[1]
     return run_mtp(
         stack,

@@ -68,9 +68,11 @@ def build_stack(checkpoint: Checkpoint, method: Method, *, num_pages: int, page_
                 f"checkpoint: has no drafter {method.drafter!r}, has {', '.join(sorted(checkpoint.drafters)) or 'none'}"
             )
         drafter = checkpoint.drafters[method.drafter]
-    if method.fusion != "none" and method.drafter not in checkpoint.fusions:
-        raise ValueError(f"checkpoint: has no fusion weights for method {method.name!r}")
-    fusion = op_fusion(checkpoint.fusions[method.drafter]) if method.fusion != "none" else Fusion(mode="none")
+    fusion = Fusion(mode="none")
+    if method.fusion != "none":
+        if method.name not in checkpoint.fusions:
+            raise ValueError(f"checkpoint: has no fusion weights for method {method.name!r}")
+        fusion = op_fusion(checkpoint.fusions[method.name])
     tails = max_batch * pages_for(1 + MAX_ROWS, page_size)
     config = target.config
     return Stack(

@@ -17,10 +17,10 @@ MAX_STOP_IDS = 4
 class BatchState:
     """State of B requests; row b of every tensor belongs to request b.
 
-    `length[b]` = a: rows in the target's cache and position of the anchor, which the target has not processed. The drafter's
-    context holds the same a rows. The MTP history holds a - 1 rows; row a - 1 (the anchor's) is in the pending slot,
-    `tail_slots[b, 0]`; `tail_slots[b, 1:]` are the private scratch slots. `budget` counts tokens still to be emitted; a row
-    whose budget is 0 is inert.
+    `length[b]` = a: rows in the target's cache and position of the anchor, which the target has not processed. The
+    drafter's context holds the same a rows. The MTP history holds a - 1 rows; row a - 1 (the anchor's) is in the
+    pending slot, `tail_slots[b, 0]`; `tail_slots[b, 1:]` are the private scratch slots. `budget` counts tokens still
+    to be emitted; a row whose budget is 0 is inert.
     """
 
     anchor: torch.Tensor  # [B] int64

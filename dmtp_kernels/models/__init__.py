@@ -1,4 +1,5 @@
-"""The small model code the decode loop needs: Qwen3-shaped target, its MTP module, the DFlash drafter, and their weights.
+"""The small model code the decode loop needs: Qwen3-shaped target, its MTP module, the DFlash drafter, and their
+weights.
 
 Every forward takes an `attend` callable instead of an attention implementation: training passes a dense masked product,
 decoding passes the paged `block_attention` op. The rest of the model is the same code.

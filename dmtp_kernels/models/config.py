@@ -43,8 +43,8 @@ class DrafterConfig:
     """The DFlash block model.
 
     `target_layers` are 0-based target layers whose outputs form the context features; `use_target_features` and
-    `use_mtp_features` say which streams the context projection reads. `window` context rows before the block are visible
-    (None: all).
+    `use_mtp_features` say which streams the context projection reads. `window` context rows before the block are
+    visible (None: all).
     """
 
     layer: LayerConfig

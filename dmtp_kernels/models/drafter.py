@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -24,14 +26,16 @@ class Drafter(nn.Module):
     def context_keys_values(
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Per layer, K and V `[..., T, Hkv, D]` of context rows `features[..., T, context_size]` at `positions[..., T]`."""
+        """Per layer, K and V `[..., T, Hkv, D]` of context rows `features[..., T, context_size]` at `positions[...,
+        T]`."""
         layer = self.config.layer
         context = self.hidden_norm(self.fc(features))
         cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, context.dtype)
-        return [block.self_attn.keys_values(context, cos, sin) for block in self.layers]
+        return [cast(DecoderLayer, block).self_attn.keys_values(context, cos, sin) for block in self.layers]
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Block slots `embeds[..., S, H]` at `positions[..., S]`; the hidden of slot p predicts the token at position p."""
+        """Block slots `embeds[..., S, H]` at `positions[..., S]`; the hidden of slot p predicts the token at position
+        p."""
         layer = self.config.layer
         x = embeds
         cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, x.dtype)

@@ -13,8 +13,8 @@ MODES = ("residual", "residual_low_rank", "replace", "mask_residual")
 class FusionModule(nn.Module):
     """Two norms and a projection of the MTP hidden (and the candidate's embedding).
 
-    `residual`: `W [RMS_e(E); RMS_m(h)]`, W `[H, 2H]`, zero at the start, added to the T1 slot. `replace`: the same product
-    in place of E(T1). `residual_low_rank`: `up(down(RMS_m(h)))` added to the T1 slot, up zero at the start.
+    `residual`: `W [RMS_e(E); RMS_m(h)]`, W `[H, 2H]`, zero at the start, added to the T1 slot. `replace`: the same
+    product in place of E(T1). `residual_low_rank`: `up(down(RMS_m(h)))` added to the T1 slot, up zero at the start.
     `mask_residual`: `W RMS_m(h)`, W `[H, H]`, zero at the start, added to every MASK slot.
     """
 
@@ -37,7 +37,8 @@ class FusionModule(nn.Module):
             nn.init.zeros_(self.up.weight)
 
     def forward(self, embed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The fused vector `[..., H]` of `embed[..., H]` = E(T1) and `hidden[..., H]` = the MTP hidden that predicted T1."""
+        """The fused vector `[..., H]` of `embed[..., H]` = E(T1) and `hidden[..., H]` = the MTP hidden that predicted
+        T1."""
         hidden = self.norm_m(hidden)
         if self.mode in ("residual", "replace"):
             return self.proj(torch.cat([self.norm_e(embed), hidden], dim=-1))

@@ -11,7 +11,8 @@ from torch.nn import functional
 from dmtp_kernels.models.config import LayerConfig
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`attend(layer, q[..., T, Hq, D], k[..., T, Hkv, D], v[..., T, Hkv, D]) -> [..., T, Hq, D]`: stores the rows and attends."""
+"""`attend(layer, q[..., T, Hq, D], k[..., T, Hkv, D], v[..., T, Hkv, D]) -> [..., T, Hq, D]`: stores the rows and
+attends."""
 
 
 class RMSNorm(nn.Module):
@@ -28,7 +29,9 @@ class RMSNorm(nn.Module):
         return wide.to(x.dtype) * self.weight
 
 
-def rotary(positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(
+    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine `[..., T, 1, D]` of absolute `positions[..., T]`, computed in fp32."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angle = positions[..., None].float() * theta**-exponent

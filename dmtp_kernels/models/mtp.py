@@ -10,7 +10,8 @@ from dmtp_kernels.models.layers import Attend, DecoderLayer, RMSNorm, rotary
 
 
 class MTP(nn.Module):
-    """Embedding half first in the projection, as in Qwen3.5/3.6 checkpoints; the head and embedding are the target's."""
+    """Embedding half first in the projection, as in Qwen3.5/3.6 checkpoints; the head and embedding are the
+    target's."""
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__()
@@ -27,8 +28,9 @@ class MTP(nn.Module):
     ) -> torch.Tensor:
         """Rows at `positions[..., T]`.
 
-        `embeds[..., T, H]` is the plain embedding of the token at position p+1, `hidden[..., T, H]` the target's hidden of
-        position p after its final norm. Returns `[..., T, H]` after the module's final norm: what the head reads.
+        `embeds[..., T, H]` is the plain embedding of the token at position p+1, `hidden[..., T, H]` the target's
+        hidden of position p after its final norm. Returns `[..., T, H]` after the module's final norm: what the head
+        reads.
         """
         layer = self.config.layer
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], dim=-1))

@@ -1,8 +1,8 @@
 """Recompute a round's whole state from the committed tokens, without caches, and list what differs.
 
-Lossless output proves nothing about the draft side: a drafter fed garbage only lowers acceptance. After a round, every cached
-row, the pending row, the predictor hidden, the positions, the block's embeddings and the drafter's output must equal what the
-dense models give on the committed tokens.
+Lossless output proves nothing about the draft side: a drafter fed garbage only lowers acceptance. After a round,
+every cached row, the pending row, the predictor hidden, the positions, the block's embeddings and the drafter's
+output must equal what the dense models give on the committed tokens.
 """
 
 from __future__ import annotations

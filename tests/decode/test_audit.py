@@ -64,7 +64,8 @@ def test_page_sizes(page_size: int, plain: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 7, 64])
 def test_row_106_107_chunked_prefill(chunk: int, plain: list[list[int]]) -> None:
-    """LightLLM#1079, rtp-llm#1174: a chunk's last MTP row takes the next chunk's first token, at its absolute position."""
+    """LightLLM#1079, rtp-llm#1174: a chunk's last MTP row takes the next chunk's first token, at its absolute
+    position."""
     auditor, outputs = audited_run("dmtp", prefill_chunk=chunk)
     assert auditor.findings == []
     assert outputs == plain
