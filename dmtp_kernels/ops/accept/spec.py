@@ -26,7 +26,11 @@ PREFIX = Spec(
     cases=(
         Case("round", "the DMTP round: seven candidates, int64 ids", _prefix_case(8, 8, torch.int64, 2, False)),
         Case("int32", "vLLM passes int32 ids", _prefix_case(5, 8, torch.int32, 1, False)),
-        Case("ragged", "rows with fewer candidates, finished rows, no stop ids", _prefix_case(33, 8, torch.int64, 0, True)),
+        Case(
+            "ragged",
+            "rows with fewer candidates, finished rows, no stop ids",
+            _prefix_case(33, 8, torch.int64, 0, True),
+        ),
         Case("anchor_only", "autoregressive rows: nothing to accept", _prefix_case(3, 1, torch.int64, 1, False)),
         Case("empty", "no live request", _prefix_case(0, 8, torch.int64, 1, False)),
     ),
@@ -39,4 +43,74 @@ PREFIX = Spec(
     exact=True,
 )
 
-SPECS = (PREFIX,)
+
+def _sampled_case(
+    batch: int,
+    rows: int,
+    vocab: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    index: torch.dtype = torch.int64,
+    dense: bool = True,
+    ragged: bool = False,
+    filters: bool = False,
+) -> Any:
+    def make(generator: torch.Generator) -> tuple[Any, ...]:
+        logits = 2 * torch.randn(batch, rows, vocab, generator=generator)
+        draft = torch.softmax(logits[:, :-1] + torch.randn(batch, rows - 1, vocab, generator=generator), dim=2)
+        draws = torch.multinomial(draft.reshape(-1, vocab), 1, generator=generator) if draft.numel() else draft.long()
+        anchor = torch.randint(0, vocab, (batch, 1), generator=generator)
+        candidates = torch.cat((anchor, draws.reshape(batch, rows - 1)), dim=1).to(index)
+        temperature = torch.tensor([1.0, 0.0, 0.6])[torch.arange(batch) % 3]
+        seed = torch.randint(-(2**31), 2**31, (batch,), generator=generator).to(index)
+        position = torch.randint(0, 2**20, (batch,), generator=generator).to(index)
+        stop_ids = torch.randint(0, vocab, (batch, 2), generator=generator).to(index)
+        budget = torch.randint(1, rows + 3, (batch,), generator=generator).to(index)
+        count = torch.randint(-1, rows + 1, (batch,), generator=generator).to(index) if ragged else None
+        top_k = torch.randint(0, vocab, (batch,), generator=generator).to(index) if filters else None
+        top_p = torch.rand(batch, generator=generator) * 1.2 if filters else None
+        draft_probs = draft.to(dtype) if dense else None
+        head = (candidates, logits.to(dtype), temperature, seed, position, stop_ids, budget)
+        return (*head, draft_probs, count, top_k, top_p)
+
+    return make
+
+
+def _sampled_bytes(candidates: torch.Tensor, target_logits: torch.Tensor, *rest: torch.Tensor | None) -> int:
+    batch, width = candidates.shape
+    return nbytes(candidates, target_logits, *rest) + batch * (4 + 4 + 8 + 4 + 4) + batch * width * 8
+
+
+def _sampled_flops(candidates: torch.Tensor, target_logits: torch.Tensor, *_: object) -> int:
+    # softmax, residual and its draw (Philox: 40, two logarithms) per entry
+    return target_logits.numel() * 4 + candidates.shape[0] * target_logits.shape[2] * 44
+
+
+_SHARED = (
+    Case("round", "the embedded model: seven candidates, greedy and sampled requests mixed", _sampled_case(6, 8, 260)),
+    Case(
+        "ragged",
+        "fewer candidates, inert rows, filters, bf16, int32",
+        _sampled_case(9, 8, 33, dtype=torch.bfloat16, index=torch.int32, ragged=True, filters=True),
+    ),
+    Case("anchor_only", "autoregressive rows: one draw each", _sampled_case(3, 1, 17)),
+    Case("empty", "no live request", _sampled_case(0, 8, 17)),
+)
+
+REJECTION = Spec(
+    op="accept_rejection",
+    cases=(*_SHARED, Case("one_hot", "deterministic draft", _sampled_case(5, 8, 65, dense=False))),
+    floor_bytes=_sampled_bytes,
+    flops=_sampled_flops,
+    exact=True,
+)
+
+BLOCK = Spec(
+    op="accept_block",
+    cases=_SHARED,
+    floor_bytes=_sampled_bytes,
+    flops=_sampled_flops,
+    exact=True,
+)
+
+SPECS = (PREFIX, REJECTION, BLOCK)
