@@ -1,7 +1,7 @@
 """Block attention in eager PyTorch: the definition every kernel must match.
 
-The context is read in tiles of CONTEXT_TILE rows aligned to row 0 of the page table, so memory does not grow with the
-history and a request's bits do not depend on the table's width. Matrix products run one request at a time: their
+The context is read in tiles of CONTEXT_TILE rows, so memory does not grow with the history and a request's bits do not
+depend on the table's width. Matrix products run one request at a time: their
 shapes, hence the order of their sums, do not depend on the batch.
 """
 
@@ -54,12 +54,13 @@ def block_attention(
     if window is not None:
         # under the query rule the last query, at row `rows - 1`, sees the least context
         low = torch.maximum(begin, ctx - window + (rows if by_query else 0))
-        count = min(capacity, window + CONTEXT_TILE if window > 0 else 0)
+        count = min(capacity, window)
     attention = _Online(q, k_cache.shape[2], dim**-0.5 if scale is None else scale, soft_cap, lse.dtype)
-    first = low.clamp(max=max(capacity - 1, 0)) // CONTEXT_TILE if window is not None else torch.zeros_like(low)
-    tile = torch.arange(CONTEXT_TILE, device=q.device)
-    for index in range(-(-count // CONTEXT_TILE)):
-        position = (first + index)[:, None] * CONTEXT_TILE + tile  # [B, T]
+    # with a window the tiles start at its first row, else at row 0: never at one that other requests decide
+    base = torch.zeros_like(low) if window is None else low
+    tile = CONTEXT_TILE if window is None else min(CONTEXT_TILE, -(-window // BLOCK_TILE) * BLOCK_TILE)
+    for start in range(0, count, max(tile, 1)):
+        position = base[:, None] + torch.arange(start, start + tile, device=q.device)  # [B, T]
         keys, values, mapped = cache.read(position, (position >= low[:, None]) & (position < ctx[:, None]))
         attention.add(keys, values, mapped[:, None, :])
 
@@ -113,12 +114,13 @@ class _PagedCache:
         if pages == 0 or self.page_table.shape[1] == 0:
             nothing = torch.zeros((*position.shape, heads, dim), dtype=self.dtype, device=position.device)
             return nothing, nothing, torch.zeros_like(seen)
-        column = (position // page_size).clamp(0, self.page_table.shape[1] - 1)
+        position = position.clamp(0, self.page_table.shape[1] * page_size - 1)
+        column = position // page_size
         page = self.page_table.gather(1, column).long()
-        mapped = seen & (page >= 0) & (page < pages)
-        page, offset = page.clamp(0, pages - 1), position % page_size
-        keys, values = (self._dequantise(cache, page, offset, factor) for cache, factor in self.caches)
-        return keys, values, mapped
+        inside = page.clamp(0, pages - 1)
+        offset = position - column * page_size
+        keys, values = (self._dequantise(cache, inside, offset, factor) for cache, factor in self.caches)
+        return keys, values, seen & (page == inside)
 
     def _dequantise(
         self, cache: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, factor: torch.Tensor | None
@@ -154,8 +156,8 @@ class _Online:
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, ragged: bool = False) -> None:
         """One tile: keys, values `[B, n, Hkv, D]`, mask `[B, S or 1, n]`; `ragged` when the queries' masks differ."""
-        read = mask.any(dim=1)[:, :, None, None]  # [B, n, 1, 1]
-        keys, values = _zero_unless(read, keys), _zero_unless(read, values)
+        read = _bit_mask(mask.any(dim=1)[:, :, None, None], values.dtype)  # [B, n, 1, 1]
+        keys, values = _keep(keys, read), _keep(values, read)
         taint = None
         if ragged:
             # 0 * NaN must not reach the queries that do not see the row
@@ -173,7 +175,7 @@ class _Online:
         top = torch.maximum(self.top, masked.amax(dim=-1))  # [B, Hkv, G, S]
         shift = top.masked_fill(top == _NEG_INF, 0)
         # masked scores are finite here and cut after exp, whose CPU form is 30 times slower on -inf
-        weights = _zero_unless(seen, scores.sub_(shift[..., None]).exp_())
+        weights = _keep(scores.sub_(shift[..., None]).exp_(), _bit_mask(seen, scores.dtype))
         decay = torch.exp(self.top - shift)
         self.top = top
         self.denominator = self.denominator * decay + weights.sum(dim=-1)
@@ -200,10 +202,14 @@ class _Online:
         lse.copy_(log.permute(0, 3, 1, 2).reshape(lse.shape))
 
 
-def _zero_unless(keep: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`torch.where(keep, values, 0)` in place on fresh `values`: a bit mask broadcasts 7 times faster."""
-    bits = torch.int64 if values.dtype == torch.float64 else torch.int32
-    values.view(bits).bitwise_and_(-keep.to(bits))
+def _bit_mask(keep: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All ones where `keep`, else zero, in the integer as wide as `dtype`."""
+    return -keep.to(torch.int64 if dtype == torch.float64 else torch.int32)
+
+
+def _keep(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """`torch.where(keep, values, 0)` in place: the bit mask broadcasts 7 times faster, and NaN is cut all the same."""
+    values.view(bits.dtype).bitwise_and_(bits)
     return values
 
 

@@ -56,8 +56,8 @@ def _case(
             causal,
             torch.randint(0, page_size, (batch,), generator=generator) if extras else None,
             None,
-            None,
-            None,
+            torch.rand(kv_heads, generator=generator) + 0.5 if extras else None,
+            torch.tensor(0.5) if extras else None,
             5.0 if extras else None,
             normal(q_heads) if extras else None,
         )
@@ -117,7 +117,9 @@ SPEC = Spec(
             _case(3, 5, (3, 1), 24, 9, 4, window=9, window_ref="query", packed=True),
         ),
         Case(
-            "extras", "block_len, valid_from, soft cap and sink", _case(4, 8, (24, 1), 17, 3, 16, dense=8, extras=True)
+            "extras",
+            "block_len, valid_from, scales, soft cap and sink",
+            _case(4, 8, (24, 1), 17, 3, 16, dense=8, extras=True),
         ),
         Case(
             "bf16",

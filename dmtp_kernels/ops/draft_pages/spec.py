@@ -26,13 +26,16 @@ def _paged(
     return make
 
 
-def _slots(batch: int, pages: int, window: int, page_size: int, block_slots: int, dtype: torch.dtype) -> Any:
+def _slots(
+    batch: int, pages: int, window: int, page_size: int, block_slots: int, dtype: torch.dtype, pool: bool
+) -> Any:
     def make(generator: torch.Generator) -> tuple[Any, ...]:
         page = torch.randperm((batch + 1) * pages, generator=generator).view(batch + 1, pages, 1)
         slots = (page * page_size + torch.arange(page_size)).flatten(1).to(dtype)
         ctx_len = _lengths(generator, batch, pages * page_size, dtype)
-        rows = torch.randperm(batch + 1, generator=generator)[:batch]
-        return slots, ctx_len, window, page_size, rows, block_slots, None, None
+        rows = torch.randperm(batch + 1, generator=generator)[:batch] if pool else None
+        valid_from = None if pool else _lengths(generator, batch, page_size, dtype)
+        return slots, ctx_len, window, page_size, rows, block_slots, None, valid_from
 
     return make
 
@@ -73,9 +76,9 @@ PAGED = Spec(
 FROM_SLOTS = Spec(
     op="draft_page_table_from_slots",
     cases=(
-        Case("round", "SGLang's req_to_token, int32, pages of 64", _slots(8, 20, 512, 64, 8, torch.int32)),
-        Case("page_one", "SGLang's default page size, int64 slots", _slots(3, 40, 16, 1, 0, torch.int64)),
-        Case("empty", "no live request", _slots(0, 4, 16, 4, 0, torch.int32)),
+        Case("round", "SGLang's req_to_token, int32, pages of 64", _slots(8, 20, 512, 64, 8, torch.int32, True)),
+        Case("page_one", "SGLang's default page size, int64 slots", _slots(3, 40, 16, 1, 0, torch.int64, False)),
+        Case("empty", "no live request", _slots(0, 4, 16, 4, 0, torch.int32, True)),
     ),
     floor_bytes=_floor_slots,
     flops=lambda *_: 0,
