@@ -1,0 +1,180 @@
+"""The whole recipe, resumable: three stages, then the checkpoint and its record."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmtp_kernels.models.checkpoint import load_checkpoint, save_checkpoint, write_atomically
+from dmtp_kernels.training.budget import BUDGETS, Budget
+from dmtp_kernels.training.data import Corpus, standard_library
+from dmtp_kernels.training.optim import Optimizer
+from dmtp_kernels.training.stages import STAGES, Trio, enter, losses, new_trio
+
+CURVE_POINTS = 50
+THREADS = 2
+"""Fixed, since the order of a threaded sum depends on it."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message is one line. The last saved state is intact."""
+
+
+def train(
+    out_dir: str | Path,
+    *,
+    seed: int = 0,
+    budget: str | Budget = "full",
+    resume: bool = True,
+    progress: bool = True,
+    log: Callable[[str], None] = print,
+) -> Path:
+    """Train the trio from scratch and return the path of `tiny.safetensors`, with `tiny.json` beside it.
+
+    `out_dir` also keeps `state.pt`, from which a killed run continues to the same bits when `resume`. The same seed,
+    interpreter, torch build and processor give the same weights. Raises TrainingError when the directory cannot be
+    written or holds the state of another run.
+    """
+    out = Path(out_dir)
+    plan = BUDGETS[budget] if isinstance(budget, str) else budget
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _Run(out, seed, plan, standard_library(), progress, log).run(resume)
+    except OSError as error:
+        raise TrainingError(f"training: cannot write {error.filename or out}: {error.strerror or error}") from error
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Run:
+    def __init__(
+        self, out: Path, seed: int, budget: Budget, corpus: Corpus, progress: bool, log: Callable[[str], None]
+    ) -> None:
+        self.out, self.seed, self.budget, self.corpus, self.log = out, seed, budget, corpus, log
+        self.bar = progress and sys.stderr.isatty()
+        self.curves: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in STAGES}
+        self.sums: dict[str, float] = {}
+        self.elapsed = 0.0
+        self.key = {"seed": seed, "budget": asdict(budget), "data": corpus.digest}
+
+    def run(self, resume: bool) -> Path:
+        self.out.mkdir(parents=True, exist_ok=True)
+        saved = self._load() if resume else None
+        first, begun = (saved["stage"], saved["step"]) if saved else (0, 0)
+        if saved:
+            self.curves, self.sums, self.elapsed = saved["curves"], saved["sums"], saved["elapsed"]
+            self.log(f"resuming in stage {STAGES[first].name} at step {begun}")
+        torch.manual_seed(self.seed)
+        trio = new_trio()
+        for index in range(len(STAGES)):
+            torch.manual_seed(self.seed + index)
+            modules = enter(trio, index)
+            if index < first:
+                continue
+            if saved and index == first:
+                for prefix, module in trio.checkpoint().modules().items():
+                    module.load_state_dict(saved["weights"][prefix])
+            optimizer = Optimizer(modules)
+            if saved and index == first:
+                optimizer.restore(saved["optimizer"])
+            self._stage(trio, index, optimizer, begun if index == first else 0)
+        return self._export(trio)
+
+    def _stage(self, trio: Trio, index: int, optimizer: Optimizer, begun: int) -> None:
+        stage, steps = STAGES[index], self.budget.steps[index]
+        every = max(1, steps // CURVE_POINTS)
+        curves = self.curves[stage.name]
+        before, started = self.elapsed, time.perf_counter()
+        with self._progress(stage.name, begun, steps) as advance:
+            for step in range(begun, steps):
+                for name, loss in losses(trio, index, step, corpus=self.corpus, budget=self.budget, seed=self.seed):
+                    if loss.requires_grad:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                    self.sums[name] = self.sums.get(name, 0.0) + loss.item()
+                if not all(map(math.isfinite, self.sums.values())):
+                    raise TrainingError(f"training: the loss of stage {stage.name} is not finite at step {step}")
+                optimizer.step(stage.scale(step, steps))
+                self.elapsed = before + time.perf_counter() - started
+                if (step + 1) % every == 0:
+                    for name, total in self.sums.items():
+                        curves.setdefault(name, []).append(round(total / every, 4))
+                    self.sums = {}
+                    advance(step + 1, " ".join(f"{name} {values[-1]:.3f}" for name, values in curves.items()))
+                if (step + 1) % self.budget.save_every == 0 or step + 1 == steps:
+                    self._save(trio, index, step + 1, optimizer)
+        self.sums = {}
+
+    @contextmanager
+    def _progress(self, stage: str, begun: int, steps: int) -> Iterator[Callable[[int, str], None]]:
+        if not self.bar:
+            yield lambda step, line: self.log(f"{stage} {step}/{steps} {self.elapsed:.0f} s {line}")
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[line]}")) as bars:
+            task = bars.add_task(stage, total=steps, completed=begun, line="")
+            yield lambda step, line: bars.update(task, completed=step, line=line[:60])
+
+    def _save(self, trio: Trio, stage: int, step: int, optimizer: Optimizer) -> None:
+        state = {
+            "key": self.key,
+            "stage": stage,
+            "step": step,
+            "weights": {prefix: module.state_dict() for prefix, module in trio.checkpoint().modules().items()},
+            "optimizer": optimizer.state(),
+            "curves": self.curves,
+            "sums": self.sums,
+            "elapsed": self.elapsed,
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_atomically(self.out / "state.pt", buffer.getvalue())
+
+    def _load(self) -> dict[str, Any] | None:
+        path = self.out / "state.pt"
+        if not path.is_file():
+            return None
+        try:
+            saved = torch.load(path, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise TrainingError(f"training: {path} cannot be read ({str(error).splitlines()[0]})") from error
+        if saved["key"] != self.key:
+            raise TrainingError(f"training: {path} belongs to another seed, budget or corpus; choose another directory")
+        return saved
+
+    def _export(self, trio: Trio) -> Path:
+        from dmtp_kernels.training.evaluate import evaluate
+
+        checkpoint = trio.checkpoint().freeze()
+        path = self.out / "tiny.safetensors"
+        save_checkpoint(path, checkpoint)
+        started = time.perf_counter()
+        # what ships is measured: the file as it reads back
+        held_out = evaluate(load_checkpoint(path), self.corpus.held_out, rows=self.budget.eval_rows)
+        self.elapsed += time.perf_counter() - started
+        checkpoint.record = {
+            "data": {"sha256": self.corpus.digest, "files": len(self.corpus.files), "bytes": self.corpus.train.numel()},
+            "seed": self.seed,
+            "budget": asdict(self.budget),
+            "losses": self.curves,
+            "held_out": held_out,
+            "wall_seconds": round(self.elapsed),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": THREADS},
+        }
+        return save_checkpoint(path, checkpoint)
