@@ -16,6 +16,7 @@ NO_TOKEN, UNCERTIFIED = 1, 2
 _HEAD = len(HeadArgs._fields)
 _SCORE_ELEMENTS = 1 << 24
 _GATHER_ELEMENTS = 1 << 22
+_DIRECT_ELEMENTS = 1 << 18
 _TINY = 2.0**-125
 _HUGE = 2.0**100
 
@@ -70,8 +71,9 @@ def lm_head_rescore(
 
 def _select(hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str) -> torch.Tensor:
     width = min(head.capacity, head.num_valid)
-    everything = head.full_scan and not head.certified
-    if everything or width == head.num_valid:
+    # below this size the dots of all rows cost less than a screen
+    direct = hidden.shape[0] * head.num_valid * hidden.shape[1] <= _DIRECT_ELEMENTS
+    if width == head.num_valid or (head.full_scan and (direct or not head.certified)):
         return _scan(hidden, head, k, logit_dtype)
     scores = _fast_scores(hidden, head) if head.certified else _canonical_scores(hidden, head)
     keep, _ = _survivors(scores, hidden, head, k, logit_dtype)
@@ -97,9 +99,9 @@ def _survivors(
     scores: torch.Tensor, hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that can still be among the k best `[n, V]`, and the proved lower bound of the k-th best logit `[n]`."""
-    token = _token_ids(head, torch.arange(scores.shape[1], device=scores.device))
+    row = torch.arange(scores.shape[1], device=scores.device)
     if head.bound is None:
-        order = encode_key(scores, torch.where(token < 0, -1, torch.arange(scores.shape[1], device=scores.device)))
+        order = encode_key(scores, torch.where(_token_ids(head, row) < 0, -1, row))
         last = order.topk(min(head.capacity, scores.shape[1]), dim=1).values[:, -1:]
         return (order >= last) & (order != NO_KEY), scores.new_full((scores.shape[0],), -torch.inf)
     length = hidden.to(torch.float64).norm(dim=1, keepdim=True).to(torch.float32) * (1 + 2.0**-20)  # [n, 1]
@@ -107,15 +109,16 @@ def _survivors(
     # bound >= 2^-18 ||w_v||, so below this radius no order of summation can overflow fp32
     radius = torch.where(radius < _HUGE, radius, torch.inf)
     lower, upper = scores - radius, scores + radius
-    lower = torch.where((lower < torch.inf) & (token >= 0), lower, -torch.inf)
-    if k > scores.shape[1]:
-        best = lower.new_full((lower.shape[0], 1), -torch.inf)
-    else:
-        best = lower.amax(dim=1, keepdim=True) if k == 1 else lower.topk(k, dim=1).values[:, -1:]
+    lower = torch.where(lower < torch.inf, lower, -torch.inf)
+    if head.id_map is not None:
+        named = _token_ids(head, row) >= 0
+        lower = torch.where(named, lower, -torch.inf)
+    # fewer than k rows: width == num_valid, nothing to leave out
+    best = lower.amax(dim=1, keepdim=True) if k == 1 else lower.topk(min(k, lower.shape[1]), dim=1).values[:, -1:]
     best = best - _TINY  # what products lost to underflow
     # rounding is monotone, so the comparison may be made after it
-    keep = ~(_rounded(upper, logit_dtype) < _rounded(best, logit_dtype)) & (token >= 0)
-    return keep, best[:, 0]
+    keep = ~(_rounded(upper, logit_dtype) < _rounded(best, logit_dtype))
+    return keep if head.id_map is None else keep & named, best[:, 0]
 
 
 def _compact(keep: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,8 +140,12 @@ def _rescore(
         return local.new_full((rows, k), NO_KEY)
     row = local.clamp(0, weight.shape[0] - 1)
     step = max(1, _GATHER_ELEMENTS // (width * max(1, weight.shape[1])))
-    parts = [canonical_dot(hidden[i : i + step], weight[row[i : i + step]]) for i in range(0, rows, step)]
+    parts = [canonical_dot(hidden[i : i + step], _gather(weight, row[i : i + step])) for i in range(0, rows, step)]
     return _best(encode_key(_rounded(torch.cat(parts), logit_dtype), token), k)
+
+
+def _gather(weight: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    return weight.index_select(0, row.flatten()).unflatten(0, row.shape)  # [n, K, H]
 
 
 def _scan(hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str) -> torch.Tensor:

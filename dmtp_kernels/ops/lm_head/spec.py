@@ -17,6 +17,8 @@ def _head(
     generator: torch.Generator, rows: int, hidden: int, dtype: torch.dtype, format: str, **options: Any
 ) -> LMHead:
     weight = torch.randn(rows, hidden, generator=generator).to(dtype)
+    if options.pop("mapped", False):
+        options |= {"id_map": torch.randint(-1, 3, (rows,), generator=generator).cumsum(0), "id_map_mode": "absolute"}
     if format == "low_rank":
         options["calibration"] = torch.randn(64, hidden, generator=generator)
     return pack_lm_head(weight, format=format, **options)
@@ -100,8 +102,8 @@ SELECT = Spec(
         Case("low_rank", "uncertified, decided by the scan", _select_case(2, 300, 64, format="low_rank", rank=9)),
         Case(
             "top16",
-            "candidates of a path selector, padded groups, logits compared in bf16",
-            _select_case(4, 700, 100, format="int6_g64", k=16, logit_dtype="bfloat16"),
+            "candidates of a path selector, padded groups, mapped ids, logits compared in bf16",
+            _select_case(4, 700, 100, format="int6_g64", k=16, logit_dtype="bfloat16", mapped=True),
         ),
         Case("shard", "last shard, fewer real rows than k", _select_case(2, 64, 48, k=4, num_valid=3, id_offset=936)),
         Case("empty", "no live request", _select_case(0, 64, 48)),
@@ -116,7 +118,7 @@ SCREEN = Spec(
     cases=(
         Case("int8", "the default format", _screen_case(5, 517, 267, "int8", num_valid=513, id_offset=64)),
         Case("low_rank", "shortlist of a low-rank head", _screen_case(2, 300, 64, "low_rank", rank=9, capacity=24)),
-        Case("narrow", "more survivors than the list holds", _screen_case(2, 300, 64, "int8", capacity=1)),
+        Case("narrow", "more survivors than the list holds", _screen_case(2, 300, 64, "int8", capacity=1, mapped=True)),
         Case("empty", "no live request", _screen_case(0, 64, 48, "int8")),
     ),
     floor_bytes=_screen_floor,

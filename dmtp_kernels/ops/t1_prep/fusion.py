@@ -53,7 +53,7 @@ class Fusion:
         mode: one of the above.
         weight: `[E, E + H]` or `[E, H]`.
         down, up: `[r, E + H]` or `[r, H]`, and `[E, r]`.
-        norm_e, norm_m: `[E]` and `[H]` weights of the two norms. `norm_e` is absent when the matrix reads the hidden alone.
+        norm_e, norm_m: `[E]` and `[H]` weights of the norms; no `norm_e` when the matrix reads the hidden alone.
         eps_e, eps_m: added to the mean square.
         offset_e, offset_m: 0 for plain RMSNorm, 1 for the Gemma form `1 + weight`.
         slots: `t1`: the fused vector sits at T1's slot. `masks`: T1 stays plain and the residual, which then reads the
