@@ -1,4 +1,4 @@
-"""Dense masked attention for training: explicit products and softmax, several times faster on a CPU than SDPA's backward."""
+"""Dense masked attention for training: explicit products and softmax, on a CPU much faster than SDPA's backward."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def causal_attend(bias: torch.Tensor) -> Attend:
 
 
 def block_bias(anchors: torch.Tensor, slots: int, context: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """`[B, N*S, T + N*S]` for blocks at `anchors[B, N]`: context rows strictly before the anchor, at most `window` of them,
-    and the slots of the same block, in both directions."""
+    """`[B, N*S, T + N*S]` for blocks at `anchors[B, N]`.
+
+    A slot sees the context rows strictly before its anchor, at most `window` of them, and every slot of its own block.
+    """
     rows = torch.arange(context)
     visible = rows < anchors[..., None]  # [B, N, T]
     if window is not None:

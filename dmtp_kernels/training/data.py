@@ -64,7 +64,7 @@ def standard_library(root: Path | None = None) -> Corpus:
 
 
 def batch(stream: torch.Tensor, rows: int, length: int, *key: int) -> torch.Tensor:
-    """Random windows `[rows, length]` int64 of `stream`, a function of `key` alone: a resumed run sees the same data."""
+    """Random windows `[rows, length]` int64 of `stream`, a function of `key` alone, so that a run can resume."""
     generator = seeded(*key)
     starts = torch.randint(0, stream.numel() - length, (rows,), generator=generator)
     return stream[starts[:, None] + torch.arange(length)].long()
@@ -103,7 +103,7 @@ def cut_prompts(corpus: Corpus, count: int = 64, seed: int = 0, reference: int =
 
 
 def _stream(files: dict[str, bytes]) -> torch.Tensor:
-    ids: list[torch.Tensor] = []
+    ids = [torch.empty(0, dtype=torch.int16)]
     for text in files.values():
         body = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
         ids += [torch.tensor([BOS], dtype=torch.int16), body.to(torch.int16), torch.tensor([EOS], dtype=torch.int16)]

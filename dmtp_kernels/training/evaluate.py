@@ -18,8 +18,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Target nats per byte, and each proposer's agreement with the target's argmax on windows of `stream`.
 
-    `agreement[method]` maps the offset from the anchor to a share of anchors; slot offsets a method does not draft (T1
-    where MTP gives it) are absent. `mtp` is measured on every row.
+    `agreement[method]` maps each candidate the drafter proposes to a share of the anchors, the same for all methods;
+    `mtp` holds the T1 of the methods that take it from MTP, `mtp_agreement` the same over every row.
     """
     length = min(length, stream.numel() - 2)
     ids = batch(stream, rows, length + 1, 0)
@@ -30,7 +30,9 @@ def evaluate(
     choice = logits.argmax(-1)  # [B, T], entry p is the target's token for p+1
     ahead = target.logits(seen.ahead)
     places = sample_anchors(rows, min(anchors, length - 2 * BLOCK), length, seeded(0))
-    agreement: dict[str, dict[str, float]] = {}
+    agreed = ahead[:, :-1].argmax(-1) == choice[:, 1:]
+    first_token = agreed.gather(1, places - 1).float().mean().item()
+    agreement: dict[str, dict[str, float]] = {"mtp": {"T1": round(first_token, 4)}}
     for name, drafter in checkpoint.drafters.items():
         drafted, first = block_logits(METHODS[name], drafter, checkpoint.fusions.get(name), target, seen, places)
         wanted = places[..., None] + torch.arange(first, BLOCK) - 1
@@ -41,6 +43,6 @@ def evaluate(
         "rows": rows,
         "target_nats_per_byte": round(cross_entropy(logits, ids[:, 1:]).mean().item(), 4),
         "mtp_nats_per_byte": round(cross_entropy(ahead[:, :-1], ids[:, 2:]).mean().item(), 4),
-        "mtp_agreement": round((ahead[:, :-1].argmax(-1) == choice[:, 1:]).float().mean().item(), 4),
+        "mtp_agreement": round(agreed.float().mean().item(), 4),
         "agreement": agreement,
     }

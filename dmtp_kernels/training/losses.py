@@ -42,8 +42,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 class Frozen:
     """One batch seen by the frozen models: what every drafter trains on.
 
-    `ids[B, T+1]`, `features[B, T, n*H]` of the target, `ahead[B, T, H]` the MTP output of each row (row p has read the
-    tokens up to p+1), `logits[B, T, V]` of the target.
+    `ids[B, T+1]`; the target's `hidden[B, T, H]` and `features[B, T, n*H]`; `ahead[B, T, H]`, the MTP output of each
+    row (row p has read the tokens up to p+1), or the hidden again where MTP was not run.
     """
 
     ids: torch.Tensor
@@ -74,7 +74,7 @@ def sample_anchors(rows: int, count: int, length: int, generator: torch.Generato
 def block_logits(
     method: Method, drafter: Drafter, fusion: FusionModule | None, target: Target, batch: Frozen, anchors: torch.Tensor
 ) -> tuple[torch.Tensor, int]:
-    """Logits `[B, N, n, V]` of the supervised slots at `anchors[B, N]`, and the offset from the anchor of the first one.
+    """Logits `[B, N, n, V]` of the supervised slots at `anchors[B, N]`, and the first one's offset from the anchor.
 
     The T1 slot holds the data's own token a+1; the fused hidden is MTP's output of row a-1, the one that predicts it.
     """

@@ -48,6 +48,8 @@ def train(
     written or holds the state of another run.
     """
     out = Path(out_dir)
+    if isinstance(budget, str) and budget not in BUDGETS:
+        raise TrainingError(f"training: budget is {budget!r}, must be one of {', '.join(BUDGETS)}")
     plan = BUDGETS[budget] if isinstance(budget, str) else budget
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
