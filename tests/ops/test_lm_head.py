@@ -24,8 +24,8 @@ from dmtp_kernels.ops.lm_head import (
     lm_head_screen,
     lm_head_select,
     pack_lm_head,
+    reference,
 )
-from dmtp_kernels.ops.lm_head import reference
 from dmtp_kernels.ops.lm_head.formats import FORMATS, dequantize
 
 FORMAT_NAMES = tuple(FORMATS)
@@ -253,7 +253,7 @@ def test_screen_lists_every_row_that_can_win() -> None:
             assert kept.min() >= 100 and kept.max() < 590
             assert logits[row, :490].argmax() + 100 in kept
             assert lower[row] <= logits[row, :490].max()
-    ids3, count3, lower3 = lm_head_screen(h, pack(w, "int8", num_valid=490), 40, k=3)
+    ids3, _, lower3 = lm_head_screen(h, pack(w, "int8", num_valid=490), 40, k=3)
     assert all(set(logits[r, :490].topk(3).indices.tolist()) <= set(ids3[r].tolist()) for r in range(20))
     assert (lower3 <= logits[:, :490].topk(3).values[:, 2]).all()
 

@@ -1,0 +1,386 @@
+"""Public bug reports whose kind a vocabulary head could share, each as a test of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dmtp_kernels.ops.lm_head import (
+    NO_TOKEN,
+    LMHead,
+    canonical_dot,
+    combine_keys,
+    decode_key,
+    lm_head_rescore,
+    lm_head_screen,
+    lm_head_select,
+    pack_lm_head,
+    reference,
+)
+from dmtp_kernels.ops.lm_head.formats import FORMATS, codes_shape, dequantize, scale_shape
+
+FORMAT_NAMES = tuple(FORMATS)
+
+
+@pytest.fixture(autouse=True)
+def _always_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # small heads would skip the screens under test
+    monkeypatch.setattr(reference, "_DIRECT_ELEMENTS", 0)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def logits_head(logits: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight `[V, n]` and hidden `[n, n]` whose canonical logits are exactly `logits [n, V]`."""
+    return logits.T.to(dtype).contiguous(), torch.eye(logits.shape[0], dtype=dtype)
+
+
+def select(
+    h: torch.Tensor, w: torch.Tensor, *, ranks: int = 1, logit_dtype: str = "float32", **options: Any
+) -> list[int]:
+    """Greedy tokens of a head cut into `ranks` contiguous shards."""
+    size = -(-w.shape[0] // ranks)
+    valid = options.pop("num_valid", w.shape[0])
+    parts = []
+    for rank in range(ranks):
+        shard = w[rank * size : (rank + 1) * size]
+        count = max(0, min(shard.shape[0], valid - rank * size))
+        head = pack_lm_head(shard, id_offset=rank * size, num_valid=count, **options)
+        parts.append(lm_head_select(h, head, 1, logit_dtype)[0])
+    return decode_key(combine_keys(parts))[0][:, 0].tolist()
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_row_001_vocabulary_padding(name: str) -> None:
+    # mirage#751: zero padding rows win whenever every real logit is negative, and would fill a shortlist of 16
+    generator = torch.Generator().manual_seed(0)
+    target = -1.5 - 3.5 * torch.rand(1000, generator=generator)
+    target[417] = -1.0
+    w = torch.zeros(1024, 64)
+    w[:1000, 0] = target
+    w[:1000, 1:] = torch.randn(1000, 63, generator=generator) * 1e-3
+    h = torch.zeros(1, 64)
+    h[0, 0] = 1.0
+    w, h = w.bfloat16(), h.bfloat16()
+    options: dict[str, Any] = {"calibration": random(64, 64), "rank": 16} if name == "low_rank" else {}
+    head = pack_lm_head(w, format=name, num_valid=1000, **options)
+    ids, _, _ = lm_head_screen(h, head, 16)
+    assert (ids < 1000).all()
+    assert select(h, w, num_valid=1000, format=name, **options) == [417]
+    assert select(h, w, ranks=4, num_valid=1000, format=name, **options) == [417]
+    if name == "low_rank":
+        trained = (torch.eye(16, 64).bfloat16(), w[:, :16].contiguous())
+        short = pack_lm_head(w, format=name, num_valid=1000, factors=trained, fallback="none", capacity=16)
+        assert decode_key(lm_head_select(h, short)[0])[0].tolist() == [[417]]
+
+
+def test_row_002_nan_row_gives_the_sentinel() -> None:
+    # vllm#21876: a row of NaN came out as a padding lane
+    logits = torch.zeros(2, 100)
+    logits[1, 42] = 3.0
+    w, h = logits_head(logits)
+    h[0] = float("nan")
+    key, status = lm_head_select(h, pack_lm_head(torch.nn.functional.pad(w, (0, 0, 0, 28)), num_valid=100))
+    assert decode_key(key)[0].tolist() == [[-1], [42]] and status.tolist() == [NO_TOKEN, 0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["dense", "int8", "int4_g32"])
+def test_row_003_nan_is_never_laundered_into_a_token(name: str, ranks: int) -> None:
+    # vllm#53029: an all-NaN row became token 8191; NaN in some rows only leaves the best of the others
+    w = torch.zeros(20000, 2)
+    w[:8192, 1] = float("nan")
+    w[12345] = 3.0
+    h = torch.tensor([[float("nan"), 0.0], [0.0, 1.0]])
+    assert select(h, w, ranks=ranks, format=name) == [-1, 12345]
+
+
+def test_row_005_ids_never_pass_through_floats() -> None:
+    # sglang#37106: a packed bf16 id turns 248319 into 247808
+    w = torch.zeros(248320, 8)
+    w[248319, 0], w[0, 1] = 7.0, 7.0
+    h = torch.eye(8)[:2]
+    assert select(h, w, ranks=4) == [248319, 0]
+
+
+def test_row_006_ties_to_the_lowest_id() -> None:
+    # lattice#280: one path broke ties to the last index
+    w, h = logits_head(torch.tensor([[1.0, 5, 5, 2]]))
+    assert select(h, w) == [1]
+    logits = torch.zeros(1, 1024)
+    logits[0, 511] = logits[0, 512] = 5.0
+    w, h = logits_head(logits)
+    assert select(h, w, ranks=2) == [511]
+    assert decode_key(lm_head_rescore(h, w, torch.tensor([[512, 511]]), torch.tensor([2])))[0].tolist() == [[511]]
+
+
+def test_row_007_oracle_of_ties_is_explicit() -> None:
+    # b12x#217: small integers tie on nearly every row, and argmax on a device promises no index
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randint(-1, 2, (2048, 8), generator=generator).bfloat16()
+    h = torch.randint(-1, 2, (500, 8), generator=generator).bfloat16()
+    logits = h.double() @ w.double().T
+    best = logits.amax(1, keepdim=True)
+    want = torch.where(logits == best, torch.arange(2048), 2048).amin(1)
+    assert ((logits == best).sum(1) > 1).double().mean() > 0.8
+    assert select(h, w, format="int8") == want.tolist()
+
+
+def test_row_009_nan_never_takes_a_shortlist_slot() -> None:
+    # pytorch#16762: topk ranks NaN above everything
+    logits = random(1, 1000, dtype=torch.float32)
+    logits[0, 77], logits[0, 500] = 8.0, 3.0
+    w, h = logits_head(logits)
+    up = w.clone()
+    up[[3, 500, 999]] = float("nan")
+    up[5] = 9.0  # the exact winner is second by the cheap score
+    head = pack_lm_head(w, format="low_rank", factors=(torch.ones(1, 1), up), capacity=8, fallback="none")
+    ids, _, _ = lm_head_screen(h, head)
+    assert not {3, 500, 999} & set(ids[0].tolist()) and (ids >= 0).all()
+    assert decode_key(lm_head_select(h, head)[0])[0].tolist() == [[77]]
+
+
+@pytest.mark.parametrize("name", ["dense", "int8", "int6_g64", "int4_g32"])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_row_010_logit_dtype_is_a_contract(name: str, rows: int, ranks: int) -> None:
+    # vllm-rbln#630: 23.50 and 23.53 tie in bf16 and not in fp32
+    w = torch.zeros(1000, 64)
+    w[7, 0], w[900, 0] = 23.50, 23.53
+    h = torch.zeros(rows, 64)
+    h[:, 0] = 1.0
+    assert select(h, w, ranks=ranks, format=name) == [900] * rows
+    assert select(h, w, ranks=ranks, format=name, logit_dtype="bfloat16") == [7] * rows
+
+
+def test_row_011_batch_invariance() -> None:
+    # vllm#54506: the verify batch and the decode batch picked different tokens
+    w, h = random(700, 192, dtype=torch.float32), random(64, 192, seed=1, dtype=torch.float32)
+    w[350:] = w[:350] * (1 + 1e-7)  # near ties everywhere
+    head = pack_lm_head(w)
+    first = lm_head_select(h[:1], head)[0]
+    for n in (2, 7, 8, 33, 64):
+        assert torch.equal(lm_head_select(h[:n], head)[0][:1], first)
+
+
+def test_row_013_row_offsets_beyond_32_bits() -> None:
+    # ml-cross-entropy#37: vocabulary times hidden above 2^31; 64-bit offsets reach row 262200
+    torch.utils.deterministic.fill_uninitialized_memory = False  # or 4 GiB would be written
+    try:
+        w = torch.empty(262208, 8192, dtype=torch.bfloat16)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    w[0], w[262200] = 1.0, 2.0
+    h = torch.ones(1, 8192, dtype=torch.bfloat16)
+    key = lm_head_rescore(h, w, torch.tensor([[0, 262200]]), torch.tensor([2]))
+    assert decode_key(key)[0].tolist() == [[262200]] and decode_key(key)[1].tolist() == [[16384.0]]
+
+
+@pytest.mark.parametrize("stride", [2**30, 2**29])
+def test_row_014_row_strides_beyond_32_bits(stride: int) -> None:
+    # megablocks#186: offset times columns wrapped; the smaller stride is the control that passes with the fault
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        base = torch.empty(2 * stride + 4096, dtype=torch.int8)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    codes = base.as_strided((3, 64), (stride, 1))
+    w = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 64).bfloat16().contiguous()
+    packed = pack_lm_head(w)
+    codes.copy_(packed.codes)
+    head = LMHead(w, "int8", 3, 1, codes=codes, scale=packed.scale, bound=packed.bound)
+    h = torch.ones(1, 64, dtype=torch.bfloat16)
+    assert decode_key(lm_head_select(h, head)[0])[0].tolist() == [[2]]
+    wide = base.view(torch.bfloat16).as_strided((3, 64), (stride // 2, 1))
+    wide.copy_(w)
+    assert decode_key(lm_head_rescore(h, wide, torch.tensor([[0, 1, 2]]), torch.tensor([3])))[0].tolist() == [[2]]
+
+
+def test_row_015_each_rank_rescores_its_own_ids() -> None:
+    # sglang#4328: global ids indexed a local shard
+    logits = torch.zeros(1, 1000)
+    logits[0, [3, 499, 500, 999]] = torch.tensor([1.0, 2, 3, 4])
+    w, h = logits_head(logits)
+    ids, count = torch.tensor([[3, 499, 500, 999]]), torch.tensor([4])
+    parts = [lm_head_rescore(h, w[r * 500 : r * 500 + 500], ids, count, 1, r * 500) for r in (0, 1)]
+    assert [decode_key(p)[0].item() for p in parts] == [499, 999]
+    assert torch.equal(combine_keys(parts), lm_head_rescore(h, w, ids, count))
+
+
+@pytest.mark.parametrize("name", [n for n in FORMAT_NAMES if FORMATS[n].bits])
+def test_row_017_shards_of_a_packed_head(name: str) -> None:
+    # TensorRT-LLM#16352: both dimensions were scaled by the number of ranks
+    w, h = random(1000, 512), random(200, 512, seed=1)
+    whole = pack_lm_head(w, format=name)
+    shard = pack_lm_head(w[500:], format=name, id_offset=500)
+    bits, group = FORMATS[name].bits, FORMATS[name].group or 512
+    assert shard.codes.shape == (500, 512 * bits // 8) and shard.scale.numel() == 500 * (512 // group)
+    assert torch.equal(shard.codes, whole.codes[500:]) and torch.equal(shard.scale, whole.scale[500:])
+    assert shard.bound is None or torch.equal(shard.bound, whole.bound[500:])
+    assert select(h[:20], w, ranks=2, format=name) == select(h[:20], w, format=name)
+
+
+@pytest.mark.parametrize("missing", ["scale", "codes", "bound", "codes scale"])
+def test_row_018_head_without_its_scales_is_refused(missing: str) -> None:
+    # sglang#35358: a packed head loaded without scales emits token 0 for ever
+    w = random(64, 32)
+    full = pack_lm_head(w)
+    parts = {n: getattr(full, n) for n in ("codes", "scale", "bound") if n not in missing.split()}
+    with pytest.raises(ValueError, match=rf"{missing.split()[0]}: is missing, format 'int8' needs"):
+        LMHead(w, "int8", 64, 8, **parts)
+    with pytest.raises(ValueError, match="up: is given, format 'int8' has no up"):
+        LMHead(w, "int8", 64, 8, codes=full.codes, scale=full.scale, bound=full.bound, up=w)
+
+
+def test_row_019_row_scales_decide() -> None:
+    # TensorRT-LLM#17728: fp8 rows were read without their scales
+    w = (random(256, 128, dtype=torch.float32) * 0.1).to(torch.float8_e4m3fn)
+    scale = torch.logspace(-3, 1, 256)
+    h = torch.zeros(1, 128)
+    h[0, 0] = 1.0
+    raw = w.float()
+    raw[:, 0], raw[12, 0], raw[200, 0] = 0.0, 4.0, 2.0
+    w = raw.to(torch.float8_e4m3fn)
+    assert int(raw[:, 0].argmax()) == 12
+    for shape in ((256,), (256, 1)):
+        head = pack_lm_head(w, weight_scale=scale.reshape(shape))
+        assert decode_key(lm_head_select(h, head)[0])[0].item() == 200
+    for bad in (scale[None], scale[:1], torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="weight_scale: shape"):
+            pack_lm_head(w, weight_scale=bad)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_row_021_zero_rows_quantise_to_zero(name: str) -> None:
+    # ao#4762: a zero row divided by its zero scale
+    w, h = random(64, 128), random(8, 128, seed=1)
+    w[10], w[11], w[60:] = 0.0, 1e-30, 0.0
+    options: dict[str, Any] = {"calibration": random(64, 128), "rank": 16} if name == "low_rank" else {}
+    head = pack_lm_head(w, format=name, num_valid=60, **options)
+    stored = [t for t in (head.codes, head.scale, head.bound, head.up) if t is not None]
+    assert all(t.float().isfinite().all() for t in stored)
+    if head.codes is not None:
+        assert (dequantize(head.codes, head.scale, name, 128)[10] == 0).all()
+    key, _ = lm_head_select(h, head, 16)
+    token, logit = decode_key(key)
+    exact = canonical_dot(h, w)[:, :60]
+    assert token[:, 0].tolist() == exact.argmax(1).tolist() and logit.isfinite().all()
+    assert (canonical_dot(h, w)[:, 10] == 0).all()
+
+
+@pytest.mark.parametrize("name", [n for n in FORMAT_NAMES if FORMATS[n].bits])
+@pytest.mark.parametrize("hidden", [2880, 33])
+def test_row_022_scales_see_the_row_only(name: str, hidden: int) -> None:
+    # aiter#4291: lanes beyond the row entered its maximum
+    around = torch.full((2, 4096), 1e4).bfloat16()
+    w = around[:, :hidden]
+    w.copy_(random(2, hidden))
+    w[1] = 0.0
+    head = pack_lm_head(w, format=name)
+    clean = pack_lm_head(w.contiguous(), format=name)
+    assert torch.equal(head.codes, clean.codes) and torch.equal(head.scale, clean.scale)
+    assert tuple(head.codes.shape) == codes_shape(name, 2, hidden) and tuple(head.scale.shape) == scale_shape(
+        name, 2, hidden
+    )
+    group = FORMATS[name].group or hidden
+    top = 2 ** (FORMATS[name].bits - 1) - 1
+    assert head.scale.reshape(2, -1)[0, 0] == w[0, :group].float().abs().max() / top
+    assert (head.scale[1] == 0).all() and (dequantize(head.codes, head.scale, name, hidden)[1] == 0).all()
+
+
+def test_row_023_id_map_kind_is_explicit() -> None:
+    # verl-SpeCo#67: an offset table was read as absolute ids
+    w, h = logits_head(torch.eye(4))
+    table = torch.tensor([0, 4, 8, 12])
+    assert select(h, w, id_map=table, id_map_mode="offset") == [0, 5, 10, 15]
+    assert select(h, w, id_map=table.int(), id_map_mode="absolute") == [0, 4, 8, 12]
+    assert select(h, w, id_map=torch.zeros(4).long(), id_map_mode="offset") == [0, 1, 2, 3]
+    for mode, size in (("offset", 15), ("absolute", 12)):
+        with pytest.raises(ValueError, match="id_map: in mode"):
+            pack_lm_head(w, id_map=table, id_map_mode=mode, vocab_size=size)
+    with pytest.raises(ValueError, match="id_map_mode 'none'"):
+        pack_lm_head(w, id_map=table)
+    with pytest.raises(ValueError, match="id_map: is missing"):
+        pack_lm_head(w, id_map_mode="offset")
+    with pytest.raises(ValueError, match="must be at least 0"):
+        pack_lm_head(w, id_map=-table, id_map_mode="offset")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4_g32"])
+def test_rows_without_a_token_never_win(name: str) -> None:
+    # added vocabulary: padding sits between the real rows of a shard, so the map marks it
+    w, h = random(300, 64), random(9, 64, seed=1)
+    table = torch.arange(300)
+    best = canonical_dot(h, w).argmax(1)
+    table[best] = -1
+    logits = canonical_dot(h, w)
+    logits[:, best] = -torch.inf
+    assert select(h, w, format=name, id_map=table, id_map_mode="absolute") == logits.argmax(1).tolist()
+    assert select(h, w, format=name, id_map=table * 0 - 1, id_map_mode="absolute") == [-1] * 9
+
+
+def test_row_025_gathered_rows_keep_scales() -> None:
+    # MTPLX#317: a packed row is its codes and its scales
+    w = random(1024, 512)
+    rows = torch.tensor([0, 77, 1023])
+    for name in FORMAT_NAMES:
+        if FORMATS[name].bits:
+            head = pack_lm_head(w, format=name)
+            whole = dequantize(head.codes, head.scale, name, 512)
+            assert torch.equal(dequantize(head.codes[rows], head.scale[rows], name, 512), whole[rows])
+    h = random(2, 512, seed=1)
+    assert torch.equal(canonical_dot(h, w[rows]), canonical_dot(h, w)[:, rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_row_026_packed_weight_is_never_read_as_dense(dtype: torch.dtype) -> None:
+    # vllm#52816: a fused path sliced the packed weight of a quantised layer
+    w = torch.zeros(16, 32).to(dtype)
+    with pytest.raises(TypeError, match=f"weight: dtype is {dtype}"):
+        pack_lm_head(w)
+    with pytest.raises(TypeError, match=f"weight: dtype is {dtype}"):
+        LMHead(w, "dense", 16, 1, bound=torch.zeros(16))
+    with pytest.raises(TypeError, match="weight"):
+        pack_lm_head(torch.nn.Linear(4, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_row_027_ids_stay_below_the_vocabulary(rows: int) -> None:
+    # llama.cpp#28158: id 248320 of a 248,320-token vocabulary, memory behind it holding +inf
+    around = torch.full((248320 + 64, 4), float("inf")).bfloat16()
+    w = around[:248320]
+    w.copy_(random(248320, 4))
+    h = random(rows, 4, seed=1)
+    got = select(h, w)
+    logits = h.float() @ w.float().T
+    assert [logits[i, t].item() for i, t in enumerate(got)] == pytest.approx(logits.amax(1).tolist(), rel=1e-6)
+    assert all(0 <= t < 248320 for t in got)
+
+
+def test_row_029_logits_beyond_fp16() -> None:
+    # unsloth-zoo#598: true logits of 6.5e6 are both inf in fp16
+    w = torch.zeros(16, 4096, dtype=torch.float16)
+    w[3], w[8] = 40.0, 41.0
+    h = torch.full((1, 4096), 40.0, dtype=torch.float16)
+    for name in ("dense", "int8"):
+        key, _ = lm_head_select(h, pack_lm_head(w, format=name, capacity=4))
+        assert decode_key(key)[0].item() == 8 and decode_key(key)[1].item() == 4096 * 40 * 41
+
+
+def test_low_rank_from_the_weight_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="plain SVD of the weight"):
+        pack_lm_head(random(32, 16), format="low_rank")
+    with pytest.raises(ValueError, match="format: is 'fp4', must be one of dense, int8"):
+        pack_lm_head(random(32, 16), format="fp4")
+    with pytest.raises(ValueError, match="must be 'full' for the certified format"):
+        pack_lm_head(random(32, 16), fallback="none")
+    with pytest.raises(ValueError, match="hidden: dimension 1"):
+        lm_head_select(random(2, 17), pack_lm_head(random(32, 16)))
+    with pytest.raises(ValueError, match="hidden: last dimension has stride 2"):
+        lm_head_select(random(2, 32)[:, ::2], pack_lm_head(random(32, 16)))
+    with pytest.raises(ValueError, match="k: is 17"):
+        lm_head_select(random(2, 16), pack_lm_head(random(32, 16)), 17)
