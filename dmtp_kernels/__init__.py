@@ -5,7 +5,15 @@ Importing registers the op schemas under `torch.ops.dmtp`; it touches no driver,
 
 from dmtp_kernels._library import supports
 from dmtp_kernels.backends import BackendUnavailable, use_backend
-from dmtp_kernels.ops import accept  # noqa: F401
+from dmtp_kernels.ops import (  # noqa: F401  importing a family registers its schemas
+    accept,
+    block_attention,
+    commit_kv,
+    draft_pages,
+    lm_head,
+    sample,
+    t1_prep,
+)
 
 __version__ = "0.1.0"
 __all__ = ["BackendUnavailable", "__version__", "supports", "use_backend"]

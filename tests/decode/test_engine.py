@@ -302,6 +302,20 @@ def test_row_166_first_token_is_counted_once() -> None:
 
 
 @torch.no_grad()
+def test_row_105_lengths_at_every_stage() -> None:
+    """mlx-vlm#2206: after prefill the cache holds the prompt; after a round also the anchor and the accepted candidates."""
+    engine = engine_of(max_batch=1)
+    request_id = engine.submit(Request(prompt(17, 6), 20, seed=3))
+    engine.admit()
+    assert int(engine.state.length[0]) == 17
+    result = decode_round(engine.stack, engine.state.rows(0, 1))
+    assert int(engine.state.length[0]) == 18 + int(result.accepted.accept_len[0])
+    assert int(engine.state.anchor[0]) == int(result.accepted.bonus[0])
+    engine.abort(request_id)
+    assert [cache.pool.used for cache in caches(engine)] == [0, 0, 0]
+
+
+@torch.no_grad()
 def test_rows_118_119_a_row_of_nan_ends_with_an_error_and_alone() -> None:
     """sglang#33206, colibri#369: no token is invented from NaN logits; the other requests do not notice."""
     broken = tiny_checkpoint(7)
