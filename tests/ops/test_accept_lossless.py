@@ -185,13 +185,13 @@ def _draw_drafts(q: list[Vector], trials: int) -> torch.Tensor:
     columns = [zero]
     for j, table in enumerate(q):
         logits = torch.tensor(table[(0,) * j]).log().expand(trials, -1)
-        key = {"seed": seed, "position": philox.round_position(zero, j), "stream": philox.DRAFT}
+        key: dict[str, Any] = {"seed": seed, "position": philox.round_position(zero, j), "stream": philox.DRAFT}
         columns.append(sample_rows(logits, temperature=torch.ones(trials), **key).token)
     return torch.stack(columns, dim=1)
 
 
 ROW_125 = {"p": (0.1, 0.3, 0.6), "q": (0.7, 0.2, 0.1)}
-TRIALS = 131_072
+TRIALS = 131_072  # the report's
 
 
 def _first_token_law(rule: str, p: tuple[float, ...], q: tuple[float, ...]) -> np.ndarray:

@@ -48,11 +48,11 @@ def _one(
     drafts: list[int], target: list[int], stops: Any = (), budget: int = 100, proposed: Any = None
 ) -> tuple[int, list[int], int]:
     got = _accept([[7, *drafts]], [target], stops, budget, None if proposed is None else [proposed])
-    count = got.commit_len.item()
+    count = int(got.commit_len)
     tokens = got.out_tokens[0].tolist()
     assert tokens[count:] == [-1] * (len(tokens) - count)
     assert got.bonus.item() == (tokens[count - 1] if count else -1)
-    return got.accept_len.item(), tokens[:count], got.finished.item()
+    return int(got.accept_len), tokens[:count], int(got.finished)
 
 
 def test_row_113_each_draft_is_judged_by_the_row_before_it() -> None:

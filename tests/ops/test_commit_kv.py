@@ -141,7 +141,7 @@ def test_row_091_reserved_slots_are_never_written() -> None:
 def test_row_091_a_reserved_pending_slot_promotes_nothing() -> None:
     cache = torch.zeros(6, HKV, D)
     rows = torch.ones(1, 2, HKV, D)
-    arguments = {"pending_slot": torch.tensor([0]), "promote_dst": torch.tensor([4]), "first_slot": 1}
+    arguments: dict[str, Any] = {"pending_slot": torch.tensor([0]), "promote_dst": torch.tensor([4]), "first_slot": 1}
     cache[4] = 7.0
     commit_kv([rows], [rows], [cache], [cache.clone()], torch.tensor([2]), torch.tensor([[2, 3]]), **arguments)
     assert cache[4].eq(7).all() and cache[0].eq(0).all() and cache[2].eq(1).all() and cache[3].eq(0).all()

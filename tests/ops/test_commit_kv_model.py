@@ -154,7 +154,7 @@ def test_random_commits_equal_the_dictionary_model(seed: int) -> None:
         [_model(r, c, valid.tolist(), dst, **model) for r, c in zip(*kind, strict=True)]
         for kind in zip(layers, caches, strict=True)
     ]
-    error = commit_kv(*layers, *caches, valid, dst, **kwargs)
+    error = commit_kv(layers[0], layers[1], caches[0], caches[1], valid, dst, **kwargs)
     for kind, expected in zip(caches, want, strict=True):
         for cache, (after, errors) in zip(kind, expected, strict=True):
             assert torch.equal(cache, after)
