@@ -57,7 +57,7 @@ def oracle_block(
         return x / np.sqrt((x * x).sum() / len(x) + eps) * (weight.double().numpy() + offset)
 
     slots = [table64[t].copy() for t in ([anchor, t1] if anchors == 2 else [t1]) + [MASK] * masks]
-    if fusion.mode == "none":
+    if fusion.norm_m is None:
         return np.stack(slots)
     stream = norm(hidden.double().numpy(), fusion.norm_m, fusion.eps_m, fusion.offset_m)
     if fusion.norm_e is not None:
@@ -65,6 +65,7 @@ def oracle_block(
     if fusion.weight is not None:
         delta = fusion.weight.double().numpy() @ stream
     else:
+        assert fusion.up is not None and fusion.down is not None
         delta = fusion.up.double().numpy() @ (fusion.down.double().numpy() @ stream)
     if fusion.slots == "masks":
         slots[anchors:] = [s + delta for s in slots[anchors:]]
@@ -151,6 +152,7 @@ def test_fold_of_a_zero_matrix_is_the_table() -> None:
     table = random(V, E)
     table[5] = -0.0
     fusion = make_fusion("residual")
+    assert fusion.weight is not None
     fusion.weight.zero_()
     assert torch.equal(fold_fusion(table, fusion).view(torch.int32), table.view(torch.int32))
     with pytest.raises(ValueError, match="reads no embedding stream"):
@@ -268,9 +270,9 @@ def test_arguments_that_do_not_fit() -> None:
             "table": table,
             "mask_id": MASK,
         } | change
-        first = [values.pop(n) for n in ("anchor", "h", "head", "table")]
+        inputs = (values.pop("anchor"), values.pop("h"), values.pop("head"), values.pop("table"))
         with pytest.raises(error, match=message):
-            fused_t1_prep(*first, make_fusion(fusion), **values)
+            fused_t1_prep(*inputs, make_fusion(fusion), **values)
 
     call("anchor_ids: dtype", TypeError, anchor=torch.tensor([1.0]))
     call("h_mtp: dimension 0", h=random(2, H))

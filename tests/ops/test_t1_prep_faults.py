@@ -205,9 +205,10 @@ def test_row_045_hidden_of_any_size(hidden: int) -> None:
 def test_row_046_every_row_is_done(batch: int) -> None:
     # vllm-ascend#5012: rows beyond a capped grid were never normalised
     table, h = random(V, 8), random(batch, 8, seed=1)
-    fusion = Fusion.residual(random(8, 8, seed=2), torch.ones(8))
+    weight = random(8, 8, seed=2)
+    fusion = Fusion.residual(weight, torch.ones(8))
     got = fuse(table, h, fusion, [i % V for i in range(batch)])[2]
-    want = table[torch.arange(batch) % V].double() + truth(h, torch.ones(8)) @ fusion.weight.double().T
+    want = table[torch.arange(batch) % V].double() + truth(h, torch.ones(8)) @ weight.double().T
     torch.testing.assert_close(got[:, 0].double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -239,13 +240,10 @@ def test_row_049_only_the_fused_slot_changes(mode: str, anchors: int) -> None:
     assert changed.tolist() == [want] * 5
 
 
-def test_row_050_row_offsets_beyond_32_bits() -> None:
+def test_row_050_row_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     # Liger-Kernel#803: program id times row stride wrapped; row 8 starts at element 2^31
-    torch.utils.deterministic.fill_uninitialized_memory = False  # or 4 GiB would be written
-    try:
-        base = torch.empty(2**31 + 64, dtype=torch.bfloat16)
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = True
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # or 4 GiB would be written
+    base = torch.empty(2**31 + 64, dtype=torch.bfloat16)
     h = base.as_strided((9, 64), (2**28, 1))
     h.copy_(random(9, 64, seed=1))
     table = random(V, 16, dtype=torch.bfloat16)
@@ -258,11 +256,12 @@ def test_row_050_row_offsets_beyond_32_bits() -> None:
 
 def test_row_051_every_call_updates() -> None:
     # ik_llama.cpp#1894: a size check skipped the update after the row count changed
-    table, fusion = random(V, 8), Fusion.residual(random(8, 8), torch.ones(8))
+    table, weight = random(V, 8), random(8, 8)
+    fusion = Fusion.residual(weight, torch.ones(8))
     for call, batch in enumerate((1, 8, 3)):
         h = random(batch, 8, seed=call)
         got = fuse(table, h, fusion, [call] * batch)[2][:, 0]
-        want = table[call].double() + truth(h, torch.ones(8)) @ fusion.weight.double().T
+        want = table[call].double() + truth(h, torch.ones(8)) @ weight.double().T
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="h_mtp: dimension 0"):
         fused_t1_prep(torch.arange(3), random(2, 8), None, table, fusion, mask_id=MASK, t1_override=torch.arange(3))
