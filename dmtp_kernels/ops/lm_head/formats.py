@@ -12,11 +12,12 @@ _UNIT = 2.0**-24
 
 @dataclass(frozen=True)
 class Format:
-    """`bits` 0 means the screen is not a quantised copy; `group` 0 means one scale per row."""
+    """What a screen stores: `bound` when certified, `codes` and `scale` when `bits`, `down` and `up` when `factors`."""
 
     certified: bool
     bits: int = 0
-    group: int = 0
+    group: int = 0  # columns per scale, 0: one scale per row
+    factors: bool = False
 
 
 FORMATS = {
@@ -25,7 +26,7 @@ FORMATS = {
     "int8_g64": Format(certified=True, bits=8, group=64),
     "int6_g64": Format(certified=True, bits=6, group=64),
     "int4_g32": Format(certified=False, bits=4, group=32),
-    "low_rank": Format(certified=False),
+    "low_rank": Format(certified=False, factors=True),
 }
 
 

@@ -136,8 +136,8 @@ def check_head(head: HeadArgs, symbols: dict[str, int]) -> None:
         "codes": fmt.bits > 0,
         "scale": fmt.bits > 0,
         "bound": fmt.certified,
-        "down": head.format == "low_rank",
-        "up": head.format == "low_rank",
+        "down": fmt.factors,
+        "up": fmt.factors,
         "id_map": head.id_map_mode != "none",
     }
     check_choice("id_map_mode", head.id_map_mode, ID_MAP_MODES)

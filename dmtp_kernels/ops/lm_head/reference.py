@@ -78,6 +78,7 @@ def _select(hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str) -> t
     scores = _fast_scores(hidden, head) if head.certified else _canonical_scores(hidden, head)
     keep, _ = _survivors(scores, hidden, head, k, logit_dtype)
     local, count = _compact(keep, width)
+    local = local[:, : _longest(count, width)]
     best = _rescore(hidden, head.weight, local, _token_ids(head, local), k, logit_dtype)
     if not head.certified:
         return best
@@ -88,8 +89,13 @@ def _select(hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str) -> t
     return best
 
 
+def _longest(count: torch.Tensor, width: int) -> int:
+    # a CPU tensor can be looked at without waiting for a device: leave out columns that are -1 in every row
+    return min(width, int(count.numpy().max(initial=1))) if count.device.type == "cpu" else width
+
+
 def _rows_where(flag: torch.Tensor) -> torch.Tensor:
-    # a CPU tensor can be looked at without waiting for a device: skip rows the scan would not change
+    # rows the scan would not change are skipped in the same way
     if flag.device.type == "cpu":
         return torch.from_numpy(flag.numpy().nonzero()[0])
     return torch.arange(flag.shape[0], device=flag.device)
