@@ -176,6 +176,14 @@ def test_inputs_are_left_alone() -> None:
         torch.testing.assert_close(now, old, rtol=0, atol=0, equal_nan=True)
 
 
+def test_inputs_that_require_grad_are_served() -> None:
+    # a model called outside no_grad: in-place and out= operations must not trip over autograd
+    inputs, block = paged(generator(), batch=2, slots=3, heads=(2, 1), dim=4, pages=2, page_size=8, dense_rows=4)
+    want = attend(*inputs, **block)
+    got = attend(inputs[0].requires_grad_(), *inputs[1:], **{n: t.requires_grad_() for n, t in block.items()})
+    assert torch.equal(got.out, want.out)
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window": ({"window": -1}, ValueError, "window: is -1"),
     "window_ref": ({"window_ref": "left"}, ValueError, "window_ref: is 'left'"),

@@ -38,6 +38,8 @@ def block_attention(
 ) -> Attention:
     """Attention of S query slots per request over its paged context and its own block.
 
+    For decoding: it has no backward.
+
     Positions are row numbers of the page table: context row p lies at page `page_table[b, p // P]`, offset `p % P`;
     block row r has position `ctx_len[b] + r`. The block has Sb rows and the queries are its last S, so query s has
     position `ctx_len[b] + Sb - S + s`.

@@ -14,6 +14,7 @@ BLOCK_TILE = 64
 _NEG_INF = float("-inf")
 
 
+@torch.no_grad()
 def block_attention(
     q: torch.Tensor,  # [B, S, Hq, D]
     k_cache: torch.Tensor,  # [pages, P, Hkv, D]
