@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import warnings
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmtp_kernels import _library, ops
+from dmtp_kernels import _library, backends, ops
 from dmtp_kernels.ops._spec import Case, Spec
 
 FAMILIES = [m.name for m in pkgutil.iter_modules(ops.__path__) if m.ispkg]
@@ -73,6 +75,39 @@ def test_fullgraph_compile_and_out_form_agree(spec: Spec, case: Case) -> None:
     for g, w, b in zip(_tensors(compiled_inputs), _tensors(eager_inputs), _tensors(inputs), strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(b, w, rtol=0, atol=0, equal_nan=True)
+
+
+class _NoHostSync(TorchDispatchMode):
+    """Raises where the host would wait for the device: scalars read back, shapes that depend on data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in _SYNCS, f"{func} reads the device from the host"
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+            assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{func} by a boolean mask"
+        return func(*args, **(kwargs or {}))
+
+
+_SYNCS = {
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten._unique2,
+    torch.ops.aten.bincount,
+    torch.ops.aten.equal,
+}
+
+
+@pytest.mark.parametrize(("spec", "case"), CASES)
+def test_no_host_sync(spec: Spec, case: Case) -> None:
+    op = _library._OPS[spec.op]
+    inputs = _inputs(case)
+    positional = sum(not a.kwarg_only for a in op.functional._schema.arguments)
+    keys = [a.name for a in op.functional._schema.arguments[positional:]]
+    outputs = op.functional(*_clone(inputs[:positional]), **dict(zip(keys, _clone(inputs[positional:]), strict=True)))
+    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+    implementation = backends.implementation(spec.op, outputs[0].device)
+    with _NoHostSync():
+        implementation(*inputs, *outputs)
 
 
 def _tensors(values: object) -> list[torch.Tensor]:

@@ -117,6 +117,8 @@ def test_extreme_logits_do_not_overflow() -> None:
     big = torch.finfo(torch.float32).max
     token, status = _sample([[-big, big, big / 2], [big, -big, 0.0]], 1e-30)
     assert token.tolist() == [1, 0] and not status.any()
+    # dividing before the maximum is taken off would make both infinite
+    assert _sample(torch.tensor([[0.9e300, 1e300]], dtype=torch.float64), 1e-30).token.tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -161,6 +163,8 @@ def test_top_k_and_top_p_keep_the_pinned_sets() -> None:
     assert kept(top_p=0.39) == [0] and kept(top_p=0.41) == [0, 2] and kept(top_p=0.69) == [0, 2]
     assert kept(top_p=0.71) == [0, 1, 2] and kept(top_p=1.0) == [0, 1, 2, 3, 4]
     assert kept(top_p=0.0) == kept(top_p=-1.0) == [0]
+    wide = _sample(torch.zeros(2000, 777), top_k=torch.full((2000,), 3)).token
+    assert wide.unique().tolist() == [0, 1, 2]  # a sort that is stable only for few entries would show here
     # the share is of what top-k left: 0.4 of 0.7 is 0.57
     assert kept(top_k=2, top_p=0.5) == [0] and kept(top_k=2, top_p=0.6) == [0, 2]
 
