@@ -26,11 +26,10 @@ def philox4x32(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ten rounds. All arguments int64 tensors that broadcast, each holding one unsigned 32-bit word."""
     for i in range(_ROUNDS):
-        # the product wraps modulo 2^64; masking after the arithmetic shift still gives its true high word
+        # products wrap modulo 2^64 and shifts carry the sign; the mask leaves the true high word
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        r0 = (k0 + i * _WEYL[0]) & _MASK
-        r1 = (k1 + i * _WEYL[1]) & _MASK
-        c0, c2 = ((p1 >> 32) & _MASK) ^ c1 ^ r0, ((p0 >> 32) & _MASK) ^ c3 ^ r1
+        r0, r1 = k0 + i * _WEYL[0], k1 + i * _WEYL[1]
+        c0, c2 = ((p1 >> 32) ^ c1 ^ r0) & _MASK, ((p0 >> 32) ^ c3 ^ r1) & _MASK
         c1, c3 = p1 & _MASK, p0 & _MASK
     return c0, c1, c2, c3
 
