@@ -52,7 +52,7 @@ def test_fullgraph_compile_and_out_form_agree(spec: Spec, case: Case) -> None:
     positional = sum(not a.kwarg_only for a in arguments)
     keys = [a.name for a in arguments[positional:]]
 
-    def call(*inputs: object) -> object:
+    def call(*inputs: Any) -> Any:
         return op.functional(*inputs[:positional], **dict(zip(keys, inputs[positional:], strict=True)))
 
     compiled_inputs, eager_inputs = _inputs(case), _inputs(case)
