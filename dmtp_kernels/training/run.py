@@ -105,7 +105,7 @@ class _Run:
             for step in range(begun, steps):
                 for name, loss in losses(trio, index, step, corpus=self.corpus, budget=self.budget, seed=self.seed):
                     if loss.requires_grad:
-                        loss.backward()  # type: ignore[no-untyped-call]
+                        loss.backward()
                     self.sums[name] = self.sums.get(name, 0.0) + loss.item()
                 if not all(map(math.isfinite, self.sums.values())):
                     raise TrainingError(f"training: the loss of stage {stage.name} is not finite at step {step}")

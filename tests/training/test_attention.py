@@ -43,7 +43,7 @@ def test_blocks_match_plain_loops(window: int | None) -> None:
     k, v = torch.randn(2, batch, count, slots, 2, 4).double()
     past = [tuple(torch.randn(2, batch, context, 2, 4).double()) for _ in range(2)]
     bias = block_bias(anchors, slots, context, window, torch.float64)
-    out = block_attend(past, bias)(1, q, k, v)  # type: ignore[arg-type]
+    out = block_attend(past, bias)(1, q, k, v)
     for b in range(batch):
         for n in range(count):
             a = int(anchors[b, n])
