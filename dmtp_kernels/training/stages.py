@@ -19,7 +19,7 @@ from dmtp_kernels.training.budget import Budget
 from dmtp_kernels.training.data import Corpus, batch, seeded
 from dmtp_kernels.training.losses import block_loss, frozen_forward, sample_anchors, target_and_mtp
 
-MTP_LOSS_WEIGHT = 0.1
+MTP_LOSS_WEIGHT = 0.2
 DRAFTED = {name: method for name, method in METHODS.items() if method.drafter}
 Losses = Iterator[tuple[str, torch.Tensor]]
 """Name and loss; the caller runs backward on those that need it before asking for the next."""
