@@ -82,6 +82,8 @@ def define_op(
         device = _device(values)
         return [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in shapes(*values)]
 
+    # inputs may require grad; the ops have no derivative and write their outputs in place
+    @torch.no_grad()
     def run(*inputs: Any, **kwargs: Any) -> Any:
         values = bind(inputs, kwargs)
         check(*values)
@@ -89,6 +91,7 @@ def define_op(
         backends.implementation(name, _device(values))(*values, *outputs)
         return outputs[0] if n_out == 1 else tuple(outputs)
 
+    @torch.no_grad()
     def run_out(*inputs: Any, **kwargs: Any) -> None:
         values = bind(inputs, kwargs)
         check(*values)

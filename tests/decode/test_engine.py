@@ -302,6 +302,38 @@ def test_row_166_first_token_is_counted_once() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("method", "first"), [("dmtp", 7), ("dflash", 7), ("conditioned", 8)])
+def test_row_069_positions(method: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sglang#25015: tokens 0..6, anchor 7. MTP rows sit at the position of their target hidden (the anchor's at 6, the
+    round's from 7 on); the drafter's block starts at 7 with A, at 8 with T1."""
+    seen: dict[str, list[list[int]]] = {"mtp": [], "block": []}
+    engine = engine_of(method, max_batch=1, prefill_chunk=64)
+    if engine.stack.mtp is not None:
+        mtp = engine.stack.mtp.forward
+
+        def forward(embeds: Any, hidden: Any, positions: Any, attend: Any) -> Any:
+            seen["mtp"].append(positions[0].tolist())
+            return mtp(embeds, hidden, positions, attend)
+
+        monkeypatch.setattr(engine.stack.mtp, "forward", forward)
+    engine.submit(Request(prompt(7, 1), 20))
+    engine.admit()
+    draft = decode_round(engine.stack, engine.state.rows(0, 1)).draft
+    assert draft.block_positions is not None
+    assert draft.block_positions[0].tolist() == list(range(first, 15))
+    if engine.stack.mtp is not None:
+        assert seen["mtp"] == [list(range(7)), list(range(7, 15))]
+
+
+def test_row_078_requests_stay_inside_the_position_range() -> None:
+    """vllm#57941: the engine refuses lengths whose last round would leave the model's positions."""
+    limit = CHECKPOINT.target.config.max_positions
+    assert engine_of(max_tokens=limit - MAX_ROWS).max_tokens == limit - MAX_ROWS
+    with pytest.raises(ValueError, match=f"must be between 2 and {limit - MAX_ROWS}"):
+        engine_of(max_tokens=limit - MAX_ROWS + 1)
+
+
+@torch.no_grad()
 def test_row_105_lengths_at_every_stage() -> None:
     """mlx-vlm#2206: after prefill the cache holds the prompt; after a round also the anchor and the accepted candidates."""
     engine = engine_of(max_batch=1)

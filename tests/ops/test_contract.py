@@ -169,3 +169,21 @@ def test_row_173_opcheck_catches_a_fake_that_disagrees(monkeypatch: pytest.Monke
             torch.library.opcheck(torch.ops.dmtp_planted.double.default, (torch.zeros(3),))
     finally:
         library._destroy()
+
+
+def test_row_174_shapes_and_dtypes_interleaved_under_compile() -> None:
+    # https://github.com/pytorch/pytorch/issues/136550: a kernel cached for one signature ran for another
+    from dmtp_kernels.ops.lm_head import decode_key, lm_head_select, pack_lm_head
+
+    torch._dynamo.reset()
+    heads = {
+        (width, dtype): pack_lm_head(torch.randn(40, width, generator=torch.Generator().manual_seed(width)).to(dtype))
+        for width in (256, 512)
+        for dtype in (torch.bfloat16, torch.float16)
+    }
+    compiled = torch.compile(lambda hidden, head: lm_head_select(hidden, head)[0], backend="aot_eager")
+    for (width, dtype), head in list(heads.items()) * 2:
+        hidden = torch.randn(4, width, generator=torch.Generator().manual_seed(width + 1)).to(dtype)
+        expected = (hidden.double() @ head.weight.double().T).argmax(dim=1)
+        for key in (compiled(hidden, head), lm_head_select(hidden, head)[0]):
+            assert torch.equal(decode_key(key)[0][:, 0], expected)
