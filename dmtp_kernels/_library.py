@@ -1,8 +1,8 @@
 """Registration of one op in the `dmtp` torch library.
 
-An op has two forms. The base form `dmtp::<name>_out` writes into caller buffers and returns nothing, so that it can be
-captured; `dmtp::<name>` allocates its outputs and calls the same launcher. Both are defined with `torch.library.Library`
-(`torch.library.custom_op` costs 19-46 us per call on CPU against 2-7 us for this).
+An op has two forms. The base form `dmtp::<name>_out` writes into caller buffers and returns nothing, so that it can
+be captured; `dmtp::<name>` allocates its outputs and calls the same launcher. Both are defined with
+`torch.library.Library` (`torch.library.custom_op` costs 19-46 us per call on CPU against 2-7 us for this).
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def define_op(
 
     Args:
         name: public op name.
-        args: schema of the inputs, e.g. `"Tensor candidates, Tensor target, *, int k=1"`. An input the op mutates carries
-            its alias annotation here (`Tensor(z!) cache`, `Tensor(z!)[] caches`); letters a..h belong to the outputs.
+        args: schema of the inputs, e.g. `"Tensor candidates, Tensor target, *, int k=1"`. An input the op mutates
+            carries its alias annotation here (`Tensor(z!) cache`, `Tensor(z!)[] caches`); letters a..h belong to the
+            outputs.
         outs: names of the output tensors, in order.
         shapes: `shapes(*inputs) -> [(shape, dtype), ...]`, one pair per output.
-        check: `check(*inputs)`, raises `ValueError` or `TypeError` naming the argument. It sees shapes, dtypes, strides and
-            devices, never data: it also runs under FakeTensor.
+        check: `check(*inputs)`, raises `ValueError` or `TypeError` naming the argument. It sees shapes, dtypes, strides
+            and devices, never data: it also runs under FakeTensor.
         implementations: backend name -> `"module:function"`, imported at first use and called as
             `function(*inputs, *outputs)`; writes the outputs, returns nothing.
 

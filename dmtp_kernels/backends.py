@@ -89,8 +89,8 @@ def _restoring(previous: str | None) -> Iterator[None]:
 def use_backend(name: str | None) -> Any:
     """Force one backend for every op (None: choose per op again).
 
-    Takes effect at once; used as a context manager it restores the previous choice on exit. An op that lacks the backend
-    raises `BackendUnavailable` when called.
+    Takes effect at once; used as a context manager it restores the previous choice on exit. An op that lacks the
+    backend raises `BackendUnavailable` when called.
 
     Raises:
         ValueError: `name` is not one of `reference`, `cpu`, `triton`, `cuda`.

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
-from dmtp_kernels.decode.evaluate import BASELINE, compare, run_method
+from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, run_method
 from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import get_method
 from dmtp_kernels.decode.state import MAX_ROWS
-from dmtp_kernels.models.checkpoint import Checkpoint, load_checkpoint
+from dmtp_kernels.models.checkpoint import EMBEDDED, Checkpoint, load_checkpoint
 from dmtp_kernels.models.presets import EOS
 from dmtp_kernels.training.data import held_out_prompts
 
@@ -103,6 +103,9 @@ def compare_command(
     ] = False,
     agreement: Annotated[bool, typer.Option(help="measure teacher-forced agreement with the target")] = True,
     plot: Annotated[Path | None, typer.Option(help="write the two acceptance figures to a PNG")] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="keep the figures in the checkpoint's training record")
+    ] = False,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -138,6 +141,8 @@ def compare_command(
         console = Console()
         for table in comparison_tables(result):
             console.print(table)
+    if record:
+        add_to_record(checkpoint or EMBEDDED, result)
     if plot is not None:
         from dmtp_kernels.decode.report import plot_acceptance
 

@@ -94,8 +94,37 @@ def test_compare_json_has_the_documented_keys(checkpoint: str, tmp_path: Path) -
     assert plot.stat().st_size > 10_000
 
 
+def test_compare_record_replaces_the_same_temperature(tmp_path: Path) -> None:
+    path = tmp_path / "trio.safetensors"
+    trio = tiny_checkpoint(0, vocab_size=260, num_valid=258, mask_token_id=258)
+    trio.record = {"seed": 0}
+    save_checkpoint(path, trio)
+    options = (
+        "--prompts",
+        2,
+        "--max-new-tokens",
+        5,
+        "--methods",
+        "dmtp",
+        "--checkpoint",
+        path,
+        "--no-agreement",
+        "--json",
+    )
+    for temperature in (1.0, 0.6, 1.0):
+        assert dmtp("compare", *options, "--temperature", temperature, "--record").exit_code == 0
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert record["seed"] == 0
+    assert [r["temperature"] for r in record["compare"]] == [0.6, 1.0]
+    assert record["compare"][1]["prompts"] == 2
+    path.with_suffix(".json").unlink()
+    assert "does not exist" in dmtp("compare", *options, "--record").stderr
+
+
 def test_compare_prints_a_table_by_default(checkpoint: str) -> None:
-    result = dmtp("compare", "--prompts", 2, "--max-new-tokens", 6, "--methods", "dflash,dmtp", "--checkpoint", checkpoint)
+    result = dmtp(
+        "compare", "--prompts", 2, "--max-new-tokens", 6, "--methods", "dflash,dmtp", "--checkpoint", checkpoint
+    )
     assert result.exit_code == 0, result.output
     assert "temperature 0.6" in result.stdout
     assert "dmtp" in result.stdout
@@ -113,7 +142,19 @@ def test_compare_reports_a_mismatch_and_fails(checkpoint: str, monkeypatch: pyte
         return original(candidates, target, **kwargs)
 
     monkeypatch.setattr(rounds, "accept_prefix", lenient)
-    result = dmtp("compare", "--prompts", 2, "--max-new-tokens", 8, "--methods", "dmtp", "--checkpoint", checkpoint, "--check", "--json")
+    result = dmtp(
+        "compare",
+        "--prompts",
+        2,
+        "--max-new-tokens",
+        8,
+        "--methods",
+        "dmtp",
+        "--checkpoint",
+        checkpoint,
+        "--check",
+        "--json",
+    )
     assert result.exit_code == 1
     row = json.loads(result.stdout)["methods"]["dmtp"]
     assert row["identical"] is False

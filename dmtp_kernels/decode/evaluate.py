@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED, Method
 from dmtp_kernels.decode.metrics import AcceptanceStats, bootstrap_interval
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import get_method
-from dmtp_kernels.models.checkpoint import Checkpoint
+from dmtp_kernels.models.checkpoint import Checkpoint, write_atomically
 
 BASELINE = "autoregressive"
 
@@ -122,6 +124,7 @@ def compare(
             rows[method.name]["teacher_forced"] = teacher_forced_agreement(checkpoint, method, baseline.completions)
     return {
         "temperature": temperature,
+        "prompts": len(prompts),
         "batch": batch,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
@@ -158,3 +161,18 @@ def summarise(run: Run) -> dict[str, Any]:
         "conditional": stats.conditional,
         "histogram": stats.histogram,
     }
+
+
+def add_to_record(checkpoint: Path, result: dict[str, Any]) -> None:
+    """Put a comparison in the training record beside `checkpoint`, in place of an earlier one at its temperature.
+
+    Raises:
+        ValueError: there is no record to add to.
+    """
+    path = checkpoint.with_suffix(".json")
+    if not path.is_file():
+        raise ValueError(f"record: {path} does not exist")
+    record = json.loads(path.read_text())
+    others = [r for r in record.get("compare", []) if r["temperature"] != result["temperature"]]
+    record["compare"] = sorted([*others, result], key=lambda r: r["temperature"])
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())

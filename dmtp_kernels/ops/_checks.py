@@ -21,8 +21,8 @@ def check_tensor(
 ) -> None:
     """Check rank, sizes and dtype of one tensor.
 
-    `shape` holds ints (exact), None (any) or symbol names; a symbol is bound at its first use in `symbols` and must agree
-    afterwards, so the error can say which symbol disagreed.
+    `shape` holds ints (exact), None (any) or symbol names; a symbol is bound at its first use in `symbols` and must
+    agree afterwards, so the error can say which symbol disagreed.
     """
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(str(d) for d in dtypes)}")

@@ -51,7 +51,8 @@ def assert_accounted(engine: Engine) -> None:
 
 
 REQUESTS = [
-    Request(prompt(n, n), 14 + n % 5, temperature=t, seed=100 + n) for n, t in ((3, 0.0), (30, 1.0), (9, 0.6), (17, 0.0))
+    Request(prompt(n, n), 14 + n % 5, temperature=t, seed=100 + n)
+    for n, t in ((3, 0.0), (30, 1.0), (9, 0.6), (17, 0.0))
 ]
 
 
@@ -147,7 +148,7 @@ def test_a_request_that_can_never_fit_is_refused_and_nothing_is_queued() -> None
         engine.submit(Request(prompt(20, 1), 20))
     with pytest.raises(ValueError, match="the cache holds 96 per request"):
         engine.submit(Request(prompt(90, 1), 20))
-    with pytest.raises(ValueError, match="token id outside 0..19"):
+    with pytest.raises(ValueError, match=r"token id outside 0\.\.19"):
         engine.submit(Request((1, 20), 4))
     assert not engine.busy
     assert engine.completions == {}
@@ -219,7 +220,8 @@ def test_row_099_a_reused_row_starts_clean() -> None:
 
 @torch.no_grad()
 def test_row_111_preempted_rows_free_their_pages_and_resume() -> None:
-    """vllm-metal#551: preempt two of four at different moments, two others get their places, all end with the same tokens."""
+    """vllm-metal#551: preempt two of four at different moments, two others get their places, all end with the same
+    tokens."""
     requests = [Request(prompt(5 + i, 40 + i), 16, temperature=0.7, seed=i) for i in range(6)]
     engine = engine_of(max_batch=4, num_pages=4 * pages_for(10 + 16 + MAX_ROWS, 8))
     ids = [engine.submit(r) for r in requests]
@@ -335,7 +337,8 @@ def test_row_078_requests_stay_inside_the_position_range() -> None:
 
 @torch.no_grad()
 def test_row_105_lengths_at_every_stage() -> None:
-    """mlx-vlm#2206: after prefill the cache holds the prompt; after a round also the anchor and the accepted candidates."""
+    """mlx-vlm#2206: after prefill the cache holds the prompt; after a round also the anchor and the accepted
+    candidates."""
     engine = engine_of(max_batch=1)
     request_id = engine.submit(Request(prompt(17, 6), 20, seed=3))
     engine.admit()
