@@ -44,7 +44,9 @@ def sampled_counts(method: str) -> torch.Tensor:
     stack = build_stack(CHECKPOINT, METHODS[method], num_pages=BATCH * pages, page_size=page_size, max_batch=BATCH)
     counts = torch.zeros(VALID**TOKENS, dtype=torch.int64)
     for start in range(0, RUNS, BATCH):
-        state = BatchState.create(BATCH, pages, CHECKPOINT.target.embed_tokens.weight.shape[1], torch.float32, "cpu")
+        state = BatchState.create(
+            BATCH, pages, CHECKPOINT.target.embed_tokens.weight.shape[1], torch.float32, torch.device("cpu")
+        )
         table = 1 + torch.arange(BATCH * pages, dtype=torch.int32).reshape(BATCH, pages)
         for name in ("target_table", "drafter_table", "mtp_table"):
             getattr(state, name).copy_(table)

@@ -107,7 +107,8 @@ def test_row_109_pages_for_a_round_of_rows(rows: int, page: int, pages: int) -> 
 
 def test_row_110_pages_are_never_owned_twice() -> None:
     """sglang#25805: a thousand random allocations and releases keep the books exact."""
-    pool, held, rng = PagePool(40), {}, random.Random(1)
+    pool, rng = PagePool(40), random.Random(1)
+    held: dict[int, list[int]] = {}
     for step in range(1000):
         if held and rng.random() < 0.5:
             owner = rng.choice(sorted(held))
