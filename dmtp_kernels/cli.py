@@ -113,6 +113,8 @@ def compare_command(
     texts = [p["text"].encode() for p in held_out_prompts()]
     if prompts < 0 or prompts > len(texts):
         raise ValueError(f"prompts: is {prompts}, must be between 0 and {len(texts)}")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ValueError(f"plot: {plot.absolute().parent} is not a directory")
     names = [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
         raise ValueError("methods: names none")

@@ -5,6 +5,7 @@ All planted bugs below leave the output lossless: only the audit can see them.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from dmtp_kernels.decode import forward
 from dmtp_kernels.decode import round as rounds
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.method import METHODS
-from dmtp_kernels.decode.request import Request
+from dmtp_kernels.decode.request import FinishReason, Request
 from dmtp_kernels.testing.audit import Auditor
 from dmtp_kernels.testing.models import tiny_checkpoint
 
@@ -69,6 +70,41 @@ def test_row_106_107_chunked_prefill(chunk: int, plain: list[list[int]]) -> None
     auditor, outputs = audited_run("dmtp", prefill_chunk=chunk)
     assert auditor.findings == []
     assert outputs == plain
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dmtp", "context_fusion", "mtp3"])
+def test_random_joins_aborts_and_preemptions(name: str) -> None:
+    """Rows move, pages are reused, late results find nobody: every state of every live row stays true."""
+    rng = random.Random(name)
+    engine = Engine(CHECKPOINT, name, max_batch=3, max_tokens=64, page_size=8, prefill_chunk=16, num_pages=20)
+    auditor = Auditor(engine, CHECKPOINT.fusions.get(name))
+    submitted: dict[int, Request] = {}
+    for step in range(60):
+        if step < 45 and rng.random() < 0.4:
+            length = rng.randint(1, 30)
+            prompt = tuple(rng.randrange(19) for _ in range(length))
+            request = Request(prompt, rng.randint(1, 25), rng.choice([0.0, 0.7, 1.0]), seed=step, stop_ids=(3,))
+            submitted[engine.submit(request)] = request
+        if engine.live and rng.random() < 0.1:
+            engine.abort(rng.choice(engine.live))
+        if engine.live and rng.random() < 0.15:
+            engine.preempt(rng.choice(engine.live))
+        engine.step()
+    while engine.busy:
+        engine.step()
+    assert auditor.findings == []
+    assert auditor.rounds > 40
+    finished = 0
+    for request_id, request in submitted.items():
+        completion = engine.completions[request_id]
+        plain = Engine(CHECKPOINT, "autoregressive", max_batch=1, max_tokens=64, page_size=8).run([request])[0]
+        assert completion.tokens == plain.tokens[: len(completion.tokens)]
+        if completion.finish_reason is not FinishReason.ABORTED:
+            assert completion.tokens == plain.tokens
+            assert completion.finish_reason == plain.finish_reason
+            finished += 1
+    assert finished >= 5
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
