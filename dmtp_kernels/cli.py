@@ -38,6 +38,8 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
+        except typer.Exit:
+            raise
         except BrokenPipeError:
             raise typer.Exit(1) from None
         except (ValueError, OSError, RuntimeError) as error:

@@ -155,7 +155,7 @@ def test_compare_reports_a_mismatch_and_fails(checkpoint: str, monkeypatch: pyte
         "--check",
         "--json",
     )
-    assert result.exit_code == 1
+    assert result.exit_code == 1, result.output
     row = json.loads(result.stdout)["methods"]["dmtp"]
     assert row["identical"] is False
     assert len(row["mismatches"]) > 0
