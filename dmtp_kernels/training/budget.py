@@ -24,7 +24,7 @@ class Budget:
 
 
 BUDGETS = {
-    # measured on two cores: 0.45, 0.2 and 1.1 s a step, 20 minutes in all
+    # measured on two cores: 0.4, 0.2 and 1.1 s a step, 19 minutes in all
     "full": Budget(target_steps=1000, drafter_steps=900, finetune_steps=480),
     "smoke": Budget(4, 4, 2, rows=2, length=48, anchors=4, save_every=2, eval_rows=2),
 }
