@@ -18,6 +18,9 @@ BIN :=
 SETUP := check-system
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
+# two processes of one thread; waiting threads sleep, since two that spin beside another process are ten times slower
+TEST_ENV := OMP_WAIT_POLICY=PASSIVE DMTP_TEST_THREADS=1
+PARALLEL := -n 2 --dist loadfile
 PY := .venv/bin/python
 BIN := .venv/bin/
 SETUP := .venv/.installed
@@ -55,7 +58,7 @@ demo: $(SETUP)
 	$(DMTP) compare --prompts 8 --max-new-tokens 64
 
 test: $(SETUP)
-	$(PY) -m pytest tests --ignore=tests/bench
+	$(TEST_ENV) $(PY) -m pytest tests --ignore=tests/bench $(PARALLEL)
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
