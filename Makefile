@@ -54,7 +54,7 @@ check-system:
 	@$(PYTHON) -c 'import torch' || { echo "$(PYTHON): SYSTEM=1 needs an interpreter that has torch" >&2; exit 2; }
 
 demo: $(SETUP)
-	$(DMTP) generate --heldout 0 --max-new-tokens 96 --check
+	$(DMTP) generate --heldout 9 --temperature 0.6 --max-new-tokens 96 --check
 	$(DMTP) compare --prompts 8 --max-new-tokens 64
 
 test: $(SETUP)

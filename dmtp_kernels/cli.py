@@ -142,7 +142,7 @@ def compare_command(
     else:
         from dmtp_kernels.decode.report import comparison_tables
 
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else 100)
         for table in comparison_tables(result):
             console.print(table)
     if record:

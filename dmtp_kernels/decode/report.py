@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 
@@ -13,17 +14,17 @@ def comparison_tables(result: dict[str, Any]) -> list[Table]:
     title = (
         f"temperature {result['temperature']}, batch {result['batch']}, {result['max_new_tokens']} tokens per prompt"
     )
-    summary = Table(title=title)
+    summary = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     checked = any("identical" in row for row in result["methods"].values())
-    for column in ("method", "T1 %", "per verify", "per request", "forwards/token", "agree T1 %", "tokens/s"):
+    for column in ("method", "T1 %", "per verify", "per request", "forwards/token", "T1 agrees %", "tokens/s"):
         summary.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     if checked:
         summary.add_column("identical", justify="right")
-    positions = Table(title="accepted at position k: cumulative % (conditional %)")
+    positions = Table(title="accepted at position k: cumulative % (conditional %)", box=box.SIMPLE_HEAD, pad_edge=False)
     positions.add_column("method", no_wrap=True)
     most = max((len(row.get("cumulative") or []) for row in result["methods"].values()), default=0)
     for k in range(most):
-        positions.add_column(f"T{k + 1}", justify="right")
+        positions.add_column(f"T{k + 1}", justify="right", no_wrap=True)
     for name, row in result["methods"].items():
         cells = [
             name,
@@ -39,7 +40,7 @@ def comparison_tables(result: dict[str, Any]) -> list[Table]:
         summary.add_row(*cells)
         if row.get("cumulative"):
             pairs = zip(row["cumulative"], row["conditional"], strict=True)
-            cells = [f"{_percent(cumulative)} ({_percent(conditional)})" for cumulative, conditional in pairs]
+            cells = [f"{_percent(cumulative, 0)} ({_percent(conditional, 0)})" for cumulative, conditional in pairs]
             positions.add_row(name, *cells, *["-"] * (most - len(cells)))
     return [summary, positions] if most else [summary]
 
@@ -75,8 +76,8 @@ def plot_acceptance(result: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}"
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{100 * value:.{digits}f}"
 
 
 def _number(value: float | None, digits: int) -> str:
