@@ -51,7 +51,8 @@ setup: $(SETUP)
 
 .PHONY: check-system
 check-system:
-	@$(PYTHON) -c 'import torch' || { echo "$(PYTHON): SYSTEM=1 needs an interpreter that has torch" >&2; exit 2; }
+	@$(PYTHON) -c 'import numpy, rich, safetensors, torch, typer' || \
+		{ echo "$(PYTHON): SYSTEM=1 needs an interpreter that has numpy, rich, safetensors, torch and typer" >&2; exit 2; }
 
 demo: $(SETUP)
 	$(DMTP) generate --heldout 9 --temperature 0.6 --max-new-tokens 96 --check

@@ -60,7 +60,7 @@ def define_op(
             `function(*inputs, *outputs)`; writes the outputs, returns nothing.
 
     All callables receive every schema argument positionally, defaults filled in. Buffers passed to the `_out` form must
-    have exactly the shape and dtype that `shapes` gives.
+    have exactly the shape and dtype that `shapes` gives, and overlap neither each other nor an input.
     """
     backends.register(name, implementations)
     n_out = len(outs)
@@ -97,7 +97,7 @@ def define_op(
         values = bind(inputs, kwargs)
         check(*values)
         outputs = [kwargs[out] for out in outs]
-        _check_outputs(name, outs, outputs, shapes(*values))
+        _check_outputs(name, outs, outputs, shapes(*values), _device(values))
         backends.implementation(name, _device(values))(*values, *outputs)
 
     def fake(*inputs: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,9 @@ def define_op(
         return outputs[0] if n_out == 1 else tuple(outputs)
 
     def fake_out(*inputs: Any, **kwargs: Any) -> None:
-        check(*bind(inputs, kwargs))
+        values = bind(inputs, kwargs)
+        check(*values)
+        _check_outputs(name, outs, [kwargs[out] for out in outs], shapes(*values), _device(values))
 
     for key in _DISPATCH_KEYS:
         _LIBRARY.impl(name, run, key)
@@ -123,18 +125,40 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_OPS))
 
 
-def supports(name: str, *inputs: Any) -> str | None:
-    """Why op `name` cannot take these inputs (its schema's arguments, in order), or None when it can."""
+def supports(name: str, *inputs: Any, **keywords: Any) -> str | None:
+    """Why op `name` cannot take these inputs, or None when it can.
+
+    The arguments are those of `torch.ops.dmtp.<name>`, by position or by keyword. For the head's ops and
+    `fused_t1_prep`, whose Python functions take an `LMHead` or a `Fusion`, they are the tensors and scalars inside it.
+    """
     op = _OPS.get(name)
     if op is None:
         return f"no op named {name!r}; known: {', '.join(registered())}"
-    defaults = [a.default_value for a in op.functional._schema.arguments]
+    arguments = op.functional._schema.arguments
+    given = dict(zip((a.name for a in arguments), inputs, strict=False))
+    unknown = (set(keywords) - {a.name for a in arguments}) | (set(keywords) & set(given))
+    if unknown or len(inputs) > len(arguments):
+        return f"{', '.join(sorted(unknown)) or 'inputs'}: given twice or not among the arguments of {name}"
+    given |= keywords
+    values = []
+    for argument in arguments:
+        value = given.get(argument.name, argument.default_value)
+        kind = str(argument.type)
+        if kind == "Tensor" and not isinstance(value, torch.Tensor):
+            return f"{argument.name}: is {_kind(value)}, must be a tensor"
+        if kind == "Optional[Tensor]" and not isinstance(value, torch.Tensor | None):
+            return f"{argument.name}: is {_kind(value)}, must be a tensor or None"
+        values.append(value)
     try:
-        op.check(*inputs, *defaults[len(inputs) :])
-        backends.implementation(name, _device(list(inputs)))
+        op.check(*values)
+        backends.implementation(name, _device(values))
     except (ValueError, TypeError, backends.BackendUnavailable) as error:
         return str(error)
     return None
+
+
+def _kind(value: Any) -> str:
+    return "missing" if value is None else f"a {type(value).__name__}"
 
 
 def _device(values: list[Any]) -> torch.device:
@@ -144,7 +168,11 @@ def _device(values: list[Any]) -> torch.device:
     raise TypeError("no tensor among the arguments")
 
 
-def _check_outputs(name: str, labels: Sequence[str], outputs: list[Any], wanted: Sequence[Shape]) -> None:
+def _check_outputs(
+    name: str, labels: Sequence[str], outputs: list[Any], wanted: Sequence[Shape], device: torch.device
+) -> None:
     for label, got, (shape, dtype) in zip(labels, outputs, wanted, strict=True):
         if tuple(got.shape) != tuple(shape) or got.dtype != dtype:
             raise ValueError(f"{name}_out: {label} is {tuple(got.shape)} {got.dtype}, must be {tuple(shape)} {dtype}")
+        if got.device != device:
+            raise ValueError(f"{name}_out: {label} is on {got.device}, must be on {device} like the inputs")

@@ -1,7 +1,8 @@
 """Which implementation of an op runs where, and why not a better one.
 
-Backends, best first per device: `cuda`, `triton` (CUDA tensors; CPU tensors under TRITON_INTERPRET=1), `cpu` (C++), and
-`reference` (eager PyTorch, any device). An op registers the ones it has; `implementation` picks.
+Backends: `cuda` and `triton` for CUDA tensors, `cpu` (C++) for CPU tensors, `reference` (eager PyTorch) for any. An op
+registers the ones it has and `implementation` picks the first that runs. `use_backend` forces one; under
+TRITON_INTERPRET=1 a forced `triton` takes CPU tensors too.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
-from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, run_method
+from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, read_record, run_method
 from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import get_method
@@ -26,6 +26,9 @@ from dmtp_kernels.models.presets import EOS
 from dmtp_kernels.training.data import held_out_prompts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+MOST_ROWS = 4096
+"""Rows of one engine that the command line asks for at most."""
 
 CheckpointOption = Annotated[Path | None, typer.Option(help="safetensors of another trio (default: the embedded one)")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON only")]
@@ -43,7 +46,7 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:
             raise typer.Exit(1) from None
         except (ValueError, OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and type(error) is RuntimeError:
+            if type(error) is RuntimeError and "allocate memory" not in str(error):
                 raise  # a fault of ours, not of the input: keep its traceback
             print(f"dmtp: error: {' '.join(str(error).split())}", file=sys.stderr)
             raise typer.Exit(2) from None
@@ -72,8 +75,8 @@ def generate(
 ) -> None:
     """Continue a prompt, printing text as it is produced."""
     text = _prompt(prompt, file, heldout)
-    if batch < 1:
-        raise ValueError(f"batch: is {batch}, must be at least 1")
+    if not 1 <= batch <= MOST_ROWS:
+        raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
     chosen = get_method(method)
     models = load_checkpoint(checkpoint, drafters=[chosen.drafter] if chosen.drafter else [])
     requests = [
@@ -115,14 +118,18 @@ def compare_command(
     texts = [p["text"].encode() for p in held_out_prompts()]
     if prompts < 0 or prompts > len(texts):
         raise ValueError(f"prompts: is {prompts}, must be between 0 and {len(texts)}")
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise ValueError(f"plot: {plot.absolute().parent} is not a directory")
+    if not 1 <= batch <= MOST_ROWS:
+        raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
+    if plot is not None and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
+        raise ValueError(f"plot: is {plot}, must be a .png in a directory that exists")
+    if record:
+        read_record(checkpoint or EMBEDDED)
     names = [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
         raise ValueError("methods: names none")
     drafters = [d for d in (get_method(name).drafter for name in names) if d is not None]
     models = load_checkpoint(checkpoint, drafters=drafters)
-    progress = None if as_json or not sys.stderr.isatty() else _progress
+    progress = _progress if not as_json and sys.stderr is not None and sys.stderr.isatty() else None
     result = compare(
         models,
         texts[: prompts or None],
@@ -193,7 +200,7 @@ def _prompt(prompt: str | None, file: Path | None, heldout: int | None) -> bytes
             raise ValueError(f"heldout: is {heldout}, must be between 0 and {len(prompts) - 1}")
         text = prompts[heldout]["text"].encode()
     else:
-        text = (prompt or "").encode()
+        text = (prompt or "").encode(errors="surrogateescape")
     if not text:
         raise ValueError("prompt: is empty, must hold at least one byte")
     return text

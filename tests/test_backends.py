@@ -165,3 +165,30 @@ def test_supports_gives_one_reason_and_raises_nothing() -> None:
     with backends.use_backend("cuda"):
         reason = dmtp_kernels.supports("accept_prefix", ids, ids, stop, budget)
     assert reason == "accept_prefix: backend 'cuda' was forced, but accept_prefix has no cuda implementation"
+
+
+def test_supports_takes_keywords_and_names_what_is_missing_or_wrong() -> None:
+    ids, stop, budget = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    backends.register("accept_prefix", {"reference": "dmtp_kernels.ops.accept.reference:accept_prefix"})
+    budget = budget.long()
+    assert dmtp_kernels.supports("accept_prefix", ids, target=ids, stop_ids=stop, budget=budget) is None
+    assert dmtp_kernels.supports("accept_prefix") == "candidates: is missing, must be a tensor"
+    assert dmtp_kernels.supports("accept_prefix", ids, ids, [2], budget) == "stop_ids: is a list, must be a tensor"
+    reason = dmtp_kernels.supports("accept_prefix", ids, ids, stop, budget, 7)
+    assert reason == "num_candidates: is a int, must be a tensor or None"
+    for unknown in ({"temperature": stop}, {"candidates": ids}):
+        assert "not among the arguments" in str(
+            dmtp_kernels.supports("accept_prefix", ids, ids, stop, budget, **unknown)
+        )
+
+
+def test_output_buffers_must_be_where_the_inputs_are() -> None:
+    backends.register("accept_prefix", {"reference": "dmtp_kernels.ops.accept.reference:accept_prefix"})
+    ids, stop = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    op = _library._OPS["accept_prefix"]
+    outputs = op.functional(ids, ids, stop, stop)
+    names = [a.name for a in op.out._schema.arguments[-len(outputs) :]]
+    buffers = dict(zip(names, outputs, strict=True))
+    buffers["bonus"] = torch.empty(1, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match="bonus is on meta, must be on cpu"):
+        op.out(ids, ids, stop, stop, **buffers)

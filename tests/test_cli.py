@@ -174,7 +174,7 @@ def test_doctor_names_every_op() -> None:
         (("generate",), "give one of PROMPT, --file, --heldout (got none)"),
         (("generate", "a", "--heldout", 0), "got PROMPT, --heldout"),
         (("generate", ""), "prompt: is empty"),
-        (("generate", "a", "--batch", 0), "batch: is 0, must be at least 1"),
+        (("generate", "a", "--batch", 0), "batch: is 0, must be between 1 and 4096"),
         (("generate", "a", "--method", "fastest"), "no method 'fastest', must be one of autoregressive"),
         (("generate", "a", "--max-new-tokens", 0), "max_new_tokens: is 0"),
         (("generate", "a", "--temperature", -1), "temperature: is -1.0"),
@@ -186,11 +186,19 @@ def test_doctor_names_every_op() -> None:
         (("compare", "--methods", "dmtp,none"), "no method 'none'"),
         (("compare", "--methods", ","), "methods: names none"),
         (("compare", "--prompts", 100_000), "prompts: is 100000"),
-        (("compare", "--batch", 0, "--prompts", 1), "max_batch: is 0"),
+        (("compare", "--batch", 0, "--prompts", 1), "batch: is 0"),
+        (("compare", "--plot", "/no/such/folder/a.png"), "plot: is /no/such/folder/a.png"),
+        (("compare", "--plot", "figure.txt"), "must be a .png"),
+        (("compare", "--record"), "does not exist"),
+        (("generate", "a", "--temperature", 1e39), "temperature: is 1e"),
+        (("generate", "a", "--top-k", 2**63), "top_k: is 9223372036854775808"),
+        (("generate", "a", "--batch", 10**8), "batch: is 100000000, must be between 1 and 4096"),
+        (("train", "--seed", 10**20, "--out", "/tmp"), "seed is 100000000000000000000"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[Any, ...], message: str, checkpoint: str) -> None:
-    assert message in refused(*arguments, "--checkpoint", checkpoint)
+    trio = () if arguments[0] == "train" else ("--checkpoint", checkpoint)
+    assert message in refused(*arguments, *trio)
 
 
 def test_bad_checkpoints_are_one_line_and_exit_code_2(checkpoint: str, tmp_path: Path) -> None:

@@ -162,8 +162,18 @@ class Engine:
         return bool(self._waiting or self.seats or self._flight)
 
     def run(self, requests: Iterable[Request]) -> list[Completion]:
-        """Submit all requests, decode until every one ended, and return their completions in order."""
-        ids = [self.submit(request) for request in requests]
+        """Submit all requests, decode until every one ended, and return their completions in order.
+
+        Raises:
+            ValueError: as `submit`; then none of the requests is queued.
+        """
+        ids: list[int] = []
+        try:
+            ids += (self.submit(request) for request in requests)
+        except ValueError:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
         while self.busy:
             self.step()
         return [self.completions[i] for i in ids]
@@ -198,7 +208,14 @@ class Engine:
                 break
             self._waiting.popleft()
             seat = Seat(request_id, [(cache, cache.pool.allocate(count, request_id)) for cache, count in needs])
-            events.append(self._join(seat))
+            try:
+                events.append(self._join(seat))
+            except BaseException:
+                # nobody may decode a row that was only half prepared
+                if seat in self.seats:
+                    self._leave(seat)
+                self.completions[request_id].finish_reason = FinishReason.ERROR
+                raise
             if events[-1].finish_reason is not None:
                 self._leave(seat)
         return events

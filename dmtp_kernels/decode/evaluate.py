@@ -163,16 +163,29 @@ def summarise(run: Run) -> dict[str, Any]:
     }
 
 
-def add_to_record(checkpoint: Path, result: dict[str, Any]) -> None:
-    """Put a comparison in the training record beside `checkpoint`, in place of an earlier one at its temperature.
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """The training record beside `checkpoint`.
 
     Raises:
-        ValueError: there is no record to add to.
+        ValueError: there is none, or it is not a record.
     """
     path = checkpoint.with_suffix(".json")
     if not path.is_file():
         raise ValueError(f"record: {path} does not exist")
     record = json.loads(path.read_text())
+    kept = record.get("compare", []) if isinstance(record, dict) else None
+    if not isinstance(kept, list) or not all(isinstance(r, dict) and "temperature" in r for r in kept):
+        raise ValueError(f"record: {path} is not a training record")
+    return record
+
+
+def add_to_record(checkpoint: Path, result: dict[str, Any]) -> None:
+    """Put a comparison in the training record beside `checkpoint`, in place of an earlier one at its temperature.
+
+    Raises:
+        ValueError: as `read_record`.
+    """
+    record = read_record(checkpoint)
     others = [r for r in record.get("compare", []) if r["temperature"] != result["temperature"]]
     record["compare"] = sorted([*others, result], key=lambda r: r["temperature"])
-    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
+    write_atomically(checkpoint.with_suffix(".json"), (json.dumps(record, indent=1) + "\n").encode())

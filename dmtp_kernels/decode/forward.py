@@ -96,6 +96,7 @@ def run_drafter(
     if window is None:
         skip = None
     else:
+        window = min(window, table.shape[1] * cache.page_size)
         table, ctx_len, skip = draft_page_table(table, ctx_len, window=window, page_size=cache.page_size)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 
 from dmtp_kernels.decode.state import MAX_STOP_IDS
+
+_MOST_ID = 2**31 - 1
+_MOST_TEMPERATURE = 1e6
 
 
 class FinishReason(Enum):
@@ -36,20 +38,29 @@ class Request:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt, tuple) or not all(_is_int(token) for token in self.prompt):
+            raise ValueError("prompt: must be a tuple of token ids")
         if not self.prompt:
             raise ValueError("prompt: is empty, must hold at least one token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: is {self.max_new_tokens}, must be at least 1")
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature: is {self.temperature}, must be finite and at least 0")
-        if self.top_k < 0:
-            raise ValueError(f"top_k: is {self.top_k}, must be at least 0 (0 = off)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: is {self.top_p}, must be above 0 and at most 1 (1 = off)")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed: is {self.seed}, must be between 0 and 2^63 - 1")
+        if not isinstance(self.stop_ids, tuple) or not all(_is_int(token) for token in self.stop_ids):
+            raise ValueError("stop_ids: must be a tuple of token ids")
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids: has {len(self.stop_ids)} entries, must have at most {MAX_STOP_IDS}")
+        if any(not 0 <= token <= _MOST_ID for token in self.stop_ids):
+            raise ValueError(f"stop_ids: are {self.stop_ids}, must be between 0 and {_MOST_ID}")
+        for name, least, most in (("max_new_tokens", 1, _MOST_ID), ("top_k", 0, _MOST_ID), ("seed", 0, 2**63 - 1)):
+            value = getattr(self, name)
+            if not _is_int(value) or not least <= value <= most:
+                raise ValueError(f"{name}: is {value}, must be an integer between {least} and {most}")
+        # the device holds both in fp32, where the limit is infinity
+        if not 0 <= self.temperature <= _MOST_TEMPERATURE:
+            raise ValueError(f"temperature: is {self.temperature}, must be between 0 and {_MOST_TEMPERATURE:g}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: is {self.top_p}, must be above 0 and at most 1 (1 = off)")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass

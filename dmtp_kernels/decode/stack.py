@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from dmtp_kernels.decode.caches import PagedCache, pages_for
 from dmtp_kernels.decode.method import METHODS, Method
 from dmtp_kernels.decode.state import MAX_ROWS
@@ -68,6 +66,11 @@ def build_stack(checkpoint: Checkpoint, method: Method, *, num_pages: int, page_
                 f"checkpoint: has no drafter {method.drafter!r}, has {', '.join(sorted(checkpoint.drafters)) or 'none'}"
             )
         drafter = checkpoint.drafters[method.drafter]
+        if drafter.config.block_size != method.num_candidates + 1:
+            raise ValueError(
+                f"checkpoint: drafter {method.drafter!r} has blocks of {drafter.config.block_size} slots, "
+                f"method {method.name!r} needs {method.num_candidates + 1}"
+            )
     fusion = Fusion(mode="none")
     if method.fusion != "none":
         if method.name not in checkpoint.fusions:
@@ -113,9 +116,3 @@ def op_fusion(module: FusionModule) -> Fusion:
         norm_m=norm_m,
         eps_m=eps,
     )
-
-
-def check_ids(ids: torch.Tensor, num_embeddings: int) -> None:
-    """Host-side check of prompt ids."""
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= num_embeddings):
-        raise ValueError(f"prompt: has ids outside 0..{num_embeddings - 1}")

@@ -113,7 +113,7 @@ def load_checkpoint(
     """
     path = EMBEDDED if path is None else Path(path)
     if not path.is_file():
-        raise CheckpointError(f"checkpoint {path}: no such file")
+        raise CheckpointError(f"checkpoint {path}: {'is not a file' if path.exists() else 'no such file'}")
     try:
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata() or {}
@@ -125,9 +125,7 @@ def load_checkpoint(
             for prefix, module in checkpoint.modules().items():
                 state = {}
                 for name, shape in _expected(module).items():
-                    key = f"{prefix}.{name}"
-                    known |= {key, f"{key}.scale"}
-                    state[name] = _read(path, handle, names, key, shape).to(dtype)
+                    state[name] = _read(path, handle, names, known, f"{prefix}.{name}", shape, dtype)
                 _assign(module, state)
     except SafetensorError as error:
         raise CheckpointError(f"checkpoint {path}: not a readable safetensors file ({error})") from error
@@ -189,11 +187,21 @@ def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             drafters[name] = DrafterConfig(
                 **{**fields, "layer": LayerConfig(**fields["layer"]), "target_layers": layers}
             )
-        config = {"target": target, "mtp": mtp, "drafters": drafters, "fusions": dict(raw["fusions"])}
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        fusions = {name: _fusion_config(fields) for name, fields in raw["fusions"].items()}
+        config = {"target": target, "mtp": mtp, "drafters": drafters, "fusions": fusions}
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: its configuration cannot be read ({error!r})") from error
     _check(path, config)
     return config
+
+
+def _fusion_config(fields: dict[str, Any]) -> dict[str, Any]:
+    mode, width, eps, rank = (fields[key] for key in ("mode", "width", "eps", "rank"))
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise ValueError(f"fusion eps is {eps!r}, must be a number between 0 and 1")
+    if rank is not None and (not isinstance(rank, int) or not 1 <= rank <= 1 << 20):
+        raise ValueError(f"fusion rank is {rank!r}, must be a positive integer")
+    return {"mode": mode, "width": width, "eps": eps, "rank": rank}
 
 
 def _check(path: Path, config: dict[str, Any]) -> None:
@@ -249,19 +257,30 @@ def _build(path: Path, config: dict[str, Any], wanted: list[str]) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path}: its configuration is not a model ({error})") from error
 
 
-def _read(path: Path, handle: Any, names: set[str], key: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read(
+    path: Path,
+    handle: Any,
+    names: set[str],
+    known: set[str],
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """One tensor in `dtype`, dequantised; `known` collects what was read."""
+    known.add(key)
     if key not in names:
         raise CheckpointError(f"checkpoint {path}: tensor {key} is missing, expected shape {list(shape)}")
     tensor = handle.get_tensor(key)
     if tuple(tensor.shape) != shape:
         raise CheckpointError(f"checkpoint {path}: tensor {key} is {list(tensor.shape)}, expected {list(shape)}")
-    if tensor.dtype == torch.int8:
-        scale = _read(path, handle, names, f"{key}.scale", shape[:1])
-        tensor = tensor.float() * scale[:, None].float()
-    elif not tensor.is_floating_point():
+    if tensor.dtype == torch.int8 and tensor.dim() == 2:
+        scale = _read(path, handle, names, known, f"{key}.scale", shape[:1])
+        tensor = tensor.float() * scale[:, None]
+    elif tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise CheckpointError(
             f"checkpoint {path}: tensor {key} is {tensor.dtype}, expected floating point or int8 rows"
         )
+    tensor = tensor.to(dtype)
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"checkpoint {path}: tensor {key} holds values that are not finite")
     return tensor
@@ -272,6 +291,9 @@ def _record(path: Path) -> dict[str, Any] | None:
     if not beside.is_file():
         return None
     try:
-        return json.loads(beside.read_text())
-    except (OSError, ValueError) as error:
+        record = json.loads(beside.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: its record {beside.name} cannot be read ({error})") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"checkpoint {path}: its record {beside.name} is not a JSON object")
+    return record

@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+_MOST = 2**31 - 1
+
+
+def _check_fields(config: Any) -> None:
+    """Every field has its declared type and a size a model can have; `ValueError` names the first that does not."""
+    for field in fields(config):
+        value, kind, name = getattr(config, field.name), str(field.type), f"{type(config).__name__}.{field.name}"
+        least = 0 if field.name == "mask_token_id" else 1
+        if kind == "bool":
+            ok, wanted = isinstance(value, bool), "true or false"
+        elif kind == "float":
+            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+            wanted = "a positive number"
+        elif kind == "tuple[int, ...]":
+            ok = isinstance(value, tuple) and len(value) > 0 and all(_is_size(v, 0) for v in value)
+            wanted = "a list of layer numbers"
+        elif kind in ("int", "int | None"):
+            ok = _is_size(value, least) or (value is None and kind != "int")
+            wanted = f"an integer between {least} and {_MOST}"
+        else:
+            ok, wanted = isinstance(value, LayerConfig), "a LayerConfig"
+        if not ok:
+            raise ValueError(f"{name} is {value!r}, must be {wanted}")
+
+
+def _is_size(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
 
 
 @dataclass(frozen=True)
@@ -17,6 +47,14 @@ class LayerConfig:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"LayerConfig: {self.num_heads} heads must be a multiple of {self.num_kv_heads} key/value heads, "
+                f"head_dim {self.head_dim} must be even"
+            )
+
 
 @dataclass(frozen=True)
 class TargetConfig:
@@ -29,6 +67,9 @@ class TargetConfig:
     max_positions: int
     tie_embeddings: bool = True
 
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
 
 @dataclass(frozen=True)
 class MTPConfig:
@@ -36,6 +77,9 @@ class MTPConfig:
 
     layer: LayerConfig
     num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -55,6 +99,9 @@ class DrafterConfig:
     mask_token_id: int
     use_target_features: bool = True
     use_mtp_features: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
     @property
     def context_size(self) -> int:

@@ -50,6 +50,8 @@ def train(
     out = Path(out_dir)
     if isinstance(budget, str) and budget not in BUDGETS:
         raise TrainingError(f"training: budget is {budget!r}, must be one of {', '.join(BUDGETS)}")
+    if not 0 <= seed < 2**31:
+        raise TrainingError(f"training: seed is {seed}, must be between 0 and {2**31 - 1}")
     plan = BUDGETS[budget] if isinstance(budget, str) else budget
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)

@@ -99,6 +99,13 @@ def test_row_127_top_k_and_top_p_reach_the_target() -> None:
         ({"top_p": 0.0}, "top_p: is 0.0"),
         ({"seed": -1}, "seed: is -1"),
         ({"stop_ids": (1, 2, 3, 4, 5)}, "stop_ids: has 5 entries"),
+        ({"stop_ids": (2**63,)}, "stop_ids: are"),
+        ({"stop_ids": (1.5,)}, "stop_ids: must be a tuple of token ids"),
+        ({"top_k": 2**63}, "top_k: is 9223372036854775808"),
+        ({"top_k": 1.5}, "top_k: is 1.5"),
+        ({"temperature": 1e39}, "temperature: is 1e"),
+        ({"seed": 2**63}, "seed: is"),
+        ({"prompt": "text"}, "prompt: must be a tuple of token ids"),
     ],
 )
 def test_rows_123_139_bad_requests_are_named(change: dict[str, Any], message: str) -> None:
@@ -135,3 +142,44 @@ def test_missing_weights_are_named() -> None:
 def test_every_method_of_the_source_is_there() -> None:
     assert {m.num_candidates for m in METHODS.values()} == {0, 3, 4, 7}
     assert all(m.num_rows <= MAX_ROWS for m in METHODS.values())
+
+
+@torch.no_grad()
+def test_a_request_that_fails_while_joining_leaves_no_row_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seat and pages are given back before the error is raised; the others go on."""
+    from dmtp_kernels.decode import engine as engines
+
+    engine = engine_of()
+    well = engine.submit(REQUESTS[0])
+    engine.step()
+    sick = engine.submit(REQUESTS[1])
+    original = engines.prefill
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engines, "prefill", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.step()
+    monkeypatch.setattr(engines, "prefill", original)
+    assert engine.live == [well]
+    assert_accounted(engine)
+    while engine.busy:
+        engine.step()
+    assert engine.completions[sick].tokens == []
+    assert engine.completions[sick].finish_reason is FinishReason.ERROR
+    assert engine.completions[well].tokens == run([REQUESTS[0]])[0].tokens
+
+
+def test_run_queues_all_or_none() -> None:
+    engine = engine_of()
+    with pytest.raises(ValueError, match="the cache holds"):
+        engine.run([REQUESTS[0], Request(prompt(90, 1), 20)])
+    assert not engine.busy
+
+
+def test_a_drafter_of_another_block_size_is_named() -> None:
+    odd = tiny_checkpoint(0)
+    odd.drafters["dmtp"].config = replace(odd.drafters["dmtp"].config, block_size=3)
+    with pytest.raises(ValueError, match="has blocks of 3 slots, method 'dmtp' needs 8"):
+        Engine(odd, "dmtp", max_tokens=32)

@@ -120,7 +120,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_directory_instead_of_a_file(tmp_path: Path) -> None:
-    _fails(tmp_path, "no such file")
+    _fails(tmp_path, "is not a file")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,17 @@ def _set(*keys: str, to: object) -> Callable[[dict, dict], None]:
         (_set("target", "surprise", to=1), "configuration"),
         (_set("drafters", to=None), "configuration"),
         (_set("target", "num_layers", to=3), "target.layers.2"),
+        (_set("target", "num_layers", to="2"), "TargetConfig.num_layers is '2'"),
+        (_set("target", "num_valid", to=1.5), "TargetConfig.num_valid is 1.5"),
+        (_set("target", "max_positions", to=None), "TargetConfig.max_positions is None"),
+        (_set("target", "layer", "rope_theta", to=-1.0), "LayerConfig.rope_theta is -1.0"),
+        (_set("target", "layer", "rms_norm_eps", to="x"), "LayerConfig.rms_norm_eps is 'x'"),
+        (_set("target", "tie_embeddings", to=1), "TargetConfig.tie_embeddings is 1"),
+        (_set("drafters", "dmtp", "window", to=10**12), "DrafterConfig.window is 1000000000000"),
+        (_set("drafters", "dmtp", "target_layers", to=[1.5]), "DrafterConfig.target_layers is (1.5,)"),
+        (_set("fusions", "dmtp", "eps", to=None), "fusion eps is None"),
+        (_set("fusions", "dmtp", to=None), "configuration"),
+        (_set("fusions", to="x"), "configuration"),
     ],
 )
 def test_mismatched_configuration(saved: Path, edit: Callable[[dict, dict], None], word: str) -> None:
@@ -206,8 +217,9 @@ def test_unknown_drafter_lists_those_present(saved: Path) -> None:
     _fails(saved, "'eagle'", "dflash", drafters=["eagle"])
 
 
-def test_unreadable_record(saved: Path) -> None:
-    saved.with_suffix(".json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", "3", "[" * 100_000])
+def test_unreadable_record(saved: Path, text: str) -> None:
+    saved.with_suffix(".json").write_text(text)
     _fails(saved, "record")
 
 

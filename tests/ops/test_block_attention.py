@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dmtp_kernels.ops.block_attention import block_attention
 from tests.ops.block_attention_oracle import attend, check, oracle, paged
 
 MODES: dict[str, dict[str, Any]] = {
@@ -230,3 +231,23 @@ def test_oracle_against_a_sum_by_hand() -> None:
     v, none = torch.tensor([4.0, 8.0]).view(1, 2, 1, 1), torch.zeros(1, dtype=torch.int64)
     out, lse = oracle(q, k, v, torch.zeros(1, 1, dtype=torch.int64), torch.tensor([2]), scale=1.0, block_len=none)
     assert out.item() == pytest.approx(5.0) and lse.exp().item() == pytest.approx(4.0)
+
+
+def test_bits_do_not_depend_on_the_default_dtype() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 8, 4, 16, generator=generator)
+    k, v = (torch.randn(6, 4, 2, 16, generator=generator) for _ in range(2))
+    table, ctx_len = torch.tensor([[1, 2, 3], [4, 5, 0]]), torch.tensor([11, 5])
+    block = torch.randn(2, 8, 2, 16, generator=generator)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return block_attention(q, k, v, table, ctx_len, block_k=block, block_v=block, block_causal=True)
+
+    want = run()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)

@@ -144,5 +144,9 @@ def accept_block(
 
     Source: Sun et al., "Block verification accelerates speculative decoding", ICLR 2025 (arXiv 2403.10444).
     """
+    if draft_probs is None:
+        raise ValueError(
+            "draft_probs: is None, must be what the candidates were drawn from (block verification needs q)"
+        )
     inputs = (candidates, target_logits, temperature, seed, position, stop_ids, budget)
     return SampledAcceptance(*ACCEPT_BLOCK.functional(*inputs, draft_probs, num_candidates, top_k, top_p))

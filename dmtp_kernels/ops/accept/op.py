@@ -78,24 +78,6 @@ def _check_rejection(
     )
 
 
-def _check_block(
-    candidates: torch.Tensor,
-    target_logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    stop_ids: torch.Tensor,
-    budget: torch.Tensor,
-    draft_probs: torch.Tensor | None,
-    *rest: torch.Tensor | None,
-) -> None:
-    if draft_probs is None:
-        raise ValueError(
-            "draft_probs: is None, must be what the candidates were drawn from (block verification needs q)"
-        )
-    _check_rejection(candidates, target_logits, temperature, seed, position, stop_ids, budget, draft_probs, *rest)
-
-
 def _shapes_prefix(candidates: torch.Tensor, *_: object) -> list[Shape]:
     rows, width = candidates.shape
     return [
@@ -116,6 +98,7 @@ _SAMPLED_ARGS = (
     "Tensor candidates, Tensor target_logits, Tensor temperature, Tensor seed, Tensor position, Tensor stop_ids, "
     "Tensor budget, Tensor? draft_probs=None, Tensor? num_candidates=None, Tensor? top_k=None, Tensor? top_p=None"
 )
+_BLOCK_ARGS = _SAMPLED_ARGS.replace("Tensor? draft_probs=None", "Tensor draft_probs")
 
 ACCEPT_PREFIX = define_op(
     "accept_prefix",
@@ -137,9 +120,9 @@ ACCEPT_REJECTION = define_op(
 
 ACCEPT_BLOCK = define_op(
     "accept_block",
-    args=_SAMPLED_ARGS,
+    args=_BLOCK_ARGS,
     outs=(*_OUTS, "status"),
     shapes=_shapes_sampled,
-    check=_check_block,
+    check=_check_rejection,
     implementations={"reference": "dmtp_kernels.ops.accept.reference:accept_block"},
 )

@@ -7,16 +7,18 @@ import torch
 from dmtp_kernels._library import Shape, define_op
 from dmtp_kernels.ops._checks import INDEX_DTYPES, check_range, check_same_device, check_tensor
 
+_MOST_ROWS = 2**31 - 1
+
 
 def draft_table_width(window: int, page_size: int, block_slots: int = 0) -> int:
     """Columns a draft table needs: pages touched by `window + block_slots` rows that start at the last row of a page.
 
     Raises:
-        ValueError: `window` or `block_slots` is negative or `page_size` is below 1.
+        ValueError: `window` or `block_slots` is negative, `page_size` is below 1, or one is 2^31 or more.
     """
-    check_range("window", window, 0)
-    check_range("page_size", page_size, 1)
-    check_range("block_slots", block_slots, 0)
+    check_range("window", window, 0, _MOST_ROWS)
+    check_range("page_size", page_size, 1, _MOST_ROWS)
+    check_range("block_slots", block_slots, 0, _MOST_ROWS)
     return (page_size - 1 + window + block_slots + page_size - 1) // page_size
 
 

@@ -69,6 +69,8 @@ def pack_lm_head(
     check_weight(weight)
     if weight.dim() != 2:
         raise ValueError(f"weight: has {weight.dim()} dimensions {tuple(weight.shape)}, must be [V, H]")
+    if weight.shape[1] == 0:
+        raise ValueError(f"weight: is {tuple(weight.shape)}, must have at least one column")
     rows = weight.shape[0]
     num_valid = rows if num_valid is None else num_valid
     check_range("num_valid", num_valid, 0, rows)
