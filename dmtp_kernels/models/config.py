@@ -13,7 +13,7 @@ def _check_fields(config: Any) -> None:
     """Every field has its declared type and a size a model can have; `ValueError` names the first that does not."""
     for field in fields(config):
         value, kind, name = getattr(config, field.name), str(field.type), f"{type(config).__name__}.{field.name}"
-        least = 0 if field.name == "mask_token_id" else 1
+        least = 0 if field.name in ("mask_token_id", "window") else 1
         if kind == "bool":
             ok, wanted = isinstance(value, bool), "true or false"
         elif kind == "float":
