@@ -281,6 +281,9 @@ def _progress(name: str, done: int, total: int) -> None:
 
 def main() -> None:
     """Entry point of the `dmtp` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # text of any byte must not fail on a terminal's encoding
     app()
 
 

@@ -231,3 +231,11 @@ def test_help_lists_every_method() -> None:
     # typer wraps its help: compare without line breaks
     text = "".join(dmtp("generate", "--help").stdout.split())
     assert all(name in text for name in METHODS)
+
+
+def test_text_outside_the_terminal_s_encoding_is_no_error(checkpoint: str) -> None:
+    command = [sys.executable, "-m", "dmtp_kernels.cli", "generate", "\u00e9", "--max-new-tokens", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run([*command, "--checkpoint", checkpoint], capture_output=True, env=environment, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(b"?")

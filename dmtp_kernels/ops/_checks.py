@@ -52,6 +52,12 @@ def check_same_device(first: str, device: torch.device, **tensors: torch.Tensor 
             raise ValueError(f"{name}: is on {tensor.device}, must be on {device} like {first}")
 
 
+def check_instance(name: str, value: object, kind: type) -> None:
+    """`value` must be an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: is a {type(value).__name__}, must be a {kind.__name__}")
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """`value` must be one of `choices`."""
     if value not in choices:

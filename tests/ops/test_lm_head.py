@@ -332,3 +332,10 @@ def test_report() -> None:
     assert lm_head_report(pack(w, "low_rank", capacity=4), h).recall < 1.0
     with pytest.raises(ValueError, match="states"):
         lm_head_report(good, flat[:0])
+
+
+def test_an_unpacked_head_is_named() -> None:
+    weight = torch.randn(4, 8)
+    for op in (lm_head_select, lm_head_screen):
+        with pytest.raises(TypeError, match="head: is a Tensor, must be a LMHead"):
+            op(torch.randn(1, 8), weight)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from dmtp_kernels.ops._checks import check_instance
 from dmtp_kernels.ops.lm_head.canonical import canonical_dot
 from dmtp_kernels.ops.lm_head.head import LMHead
 from dmtp_kernels.ops.lm_head.keys import NO_KEY, combine_keys, decode_key, encode_key
@@ -56,6 +57,7 @@ def lm_head_select(
     Raises:
         ValueError, TypeError: a shape, dtype, device or choice is wrong; the message names the argument.
     """
+    check_instance("head", head, LMHead)
     return LM_HEAD_SELECT.functional(hidden, *head.tensors(), **head.scalars(), k=k, logit_dtype=logit_dtype)
 
 
@@ -79,6 +81,7 @@ def lm_head_screen(
     Raises:
         ValueError, TypeError: as `lm_head_select`.
     """
+    check_instance("head", head, LMHead)
     if capacity is not None:
         head = dataclasses.replace(head, capacity=capacity)
     return LM_HEAD_SCREEN.functional(hidden, *head.tensors(), **head.scalars(), k=k)

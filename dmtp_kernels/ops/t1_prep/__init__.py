@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dmtp_kernels.ops._checks import check_instance
 from dmtp_kernels.ops.lm_head import LMHead
 from dmtp_kernels.ops.t1_prep.fold import fold_fusion
 from dmtp_kernels.ops.t1_prep.fusion import Fusion, check_mask_id
@@ -78,6 +79,9 @@ def fused_t1_prep(
 
     Source: section 3 of the DMTP description; the contract choices are in README.md beside this file.
     """
+    check_instance("fusion", fusion, Fusion)
+    if head is not None:
+        check_instance("head", head, LMHead)
     tensors = (None,) * 7 if head is None else head.tensors()
     scalars = dict(_NO_HEAD if head is None else head.scalars())
     scalars["head_format"] = scalars.pop("format")
