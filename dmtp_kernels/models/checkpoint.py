@@ -96,7 +96,8 @@ def save_checkpoint(
                 tensors[key], tensors[f"{key}.scale"] = quantize_rows(tensor)
             else:
                 tensors[key] = tensor.detach().to(torch.float32 if draft_side and int8_drafters else dtype).contiguous()
-    metadata = {"format": FORMAT, "config": json.dumps(_describe(checkpoint))}
+    # one key: safetensors writes several in an order that changes from call to call
+    metadata = {"config": json.dumps({"format": FORMAT, **_describe(checkpoint)})}
     write_atomically(path, save(tensors, metadata=metadata))
     if checkpoint.record is not None:
         write_atomically(path.with_suffix(".json"), (json.dumps(checkpoint.record, indent=1) + "\n").encode())
@@ -175,10 +176,12 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    if metadata.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint {path}: format is {metadata.get('format')!r}, must be {FORMAT!r}")
+    if "config" not in metadata:
+        raise CheckpointError(f"checkpoint {path}: has no configuration of format {FORMAT!r} in its metadata")
     try:
         raw = json.loads(metadata["config"])
+        if raw["format"] != FORMAT:
+            raise ValueError(f"format is {raw['format']!r}, must be {FORMAT!r}")
         target = TargetConfig(**{**raw["target"], "layer": LayerConfig(**raw["target"]["layer"])})
         mtp = MTPConfig(**{**raw["mtp"], "layer": LayerConfig(**raw["mtp"]["layer"])})
         drafters = {}

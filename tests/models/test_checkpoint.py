@@ -194,6 +194,7 @@ def _set(*keys: str, to: object) -> Callable[[dict, dict], None]:
         (_set("fusions", "dmtp", "width", to=8), "width is 8"),
         (_set("target", "surprise", to=1), "configuration"),
         (_set("drafters", to=None), "configuration"),
+        (_set("format", to="dmtp-2"), "format is 'dmtp-2'"),
         (_set("target", "num_layers", to=3), "target.layers.2"),
         (_set("target", "num_layers", to="2"), "TargetConfig.num_layers is '2'"),
         (_set("target", "num_valid", to=1.5), "TargetConfig.num_valid is 1.5"),
@@ -250,3 +251,9 @@ def test_the_embedded_checkpoint_ships_whole_and_small() -> None:
     assert EMBEDDED.stat().st_size <= 12_000_000
     shipped = load_checkpoint()
     assert len(shipped.drafters) == 10 and shipped.record is not None
+
+
+def test_the_same_trio_gives_the_same_bytes(tmp_path: Path) -> None:
+    trio = tiny_checkpoint(0)
+    files = [save_checkpoint(tmp_path / f"{i}.safetensors", trio).read_bytes() for i in range(12)]
+    assert len(set(files)) == 1
