@@ -106,7 +106,7 @@ def test_the_record_lies_beside_the_weights(trio: Checkpoint, tmp_path: Path) ->
     assert load_checkpoint(path).record == {"seed": 7}
 
 
-def _fails(path: Path, *words: str, **options: object) -> None:
+def assert_refused(path: Path, *words: str, **options: object) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path, **options)  # type: ignore[arg-type]
     message = str(caught.value)
@@ -116,11 +116,11 @@ def _fails(path: Path, *words: str, **options: object) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    _fails(tmp_path / "nowhere.safetensors", "no such file")
+    assert_refused(tmp_path / "nowhere.safetensors", "no such file")
 
 
 def test_directory_instead_of_a_file(tmp_path: Path) -> None:
-    _fails(tmp_path, "is not a file")
+    assert_refused(tmp_path, "is not a file")
 
 
 @pytest.mark.parametrize(
@@ -128,48 +128,48 @@ def test_directory_instead_of_a_file(tmp_path: Path) -> None:
 )
 def test_truncated_file(saved: Path, kept: int) -> None:
     saved.write_bytes(saved.read_bytes()[:kept])
-    _fails(saved, "not a readable safetensors file")
+    assert_refused(saved, "not a readable safetensors file")
 
 
 def test_file_of_another_kind(saved: Path) -> None:
     saved.write_bytes(b"\x00" * 4096)
-    _fails(saved)
+    assert_refused(saved)
 
 
 def test_safetensors_of_another_program(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    _fails(tmp_path / "other.safetensors", "format")
+    assert_refused(tmp_path / "other.safetensors", "format")
 
 
 def test_missing_tensor_names_it_and_its_shape(saved: Path) -> None:
     _rewrite(saved, lambda tensors, config: tensors.pop("mtp.fc.weight"))
-    _fails(saved, "mtp.fc.weight", "missing", "[32, 64]")
+    assert_refused(saved, "mtp.fc.weight", "missing", "[32, 64]")
 
 
 def test_missing_scale(trio: Checkpoint, tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "int8.safetensors", trio)
     _rewrite(path, lambda tensors, config: tensors.pop("fusion.dmtp.proj.weight.scale"))
-    _fails(path, "fusion.dmtp.proj.weight.scale", "missing", "[32]")
+    assert_refused(path, "fusion.dmtp.proj.weight.scale", "missing", "[32]")
 
 
 def test_wrong_shape(saved: Path) -> None:
     _rewrite(saved, lambda tensors, config: tensors.update({"target.norm.weight": torch.ones(31)}))
-    _fails(saved, "target.norm.weight", "[31]", "[32]")
+    assert_refused(saved, "target.norm.weight", "[31]", "[32]")
 
 
 def test_integer_weights_without_rows(saved: Path) -> None:
     _rewrite(saved, lambda tensors, config: tensors.update({"target.norm.weight": torch.ones(32, dtype=torch.int32)}))
-    _fails(saved, "target.norm.weight", "int32")
+    assert_refused(saved, "target.norm.weight", "int32")
 
 
 def test_values_that_are_not_finite(saved: Path) -> None:
     _rewrite(saved, lambda tensors, config: tensors["mtp.norm.weight"].fill_(float("nan")))
-    _fails(saved, "mtp.norm.weight", "not finite")
+    assert_refused(saved, "mtp.norm.weight", "not finite")
 
 
 def test_tensor_outside_the_configuration(saved: Path) -> None:
     _rewrite(saved, lambda tensors, config: tensors.update({"target.layers.9.x": torch.ones(1)}))
-    _fails(saved, "target.layers.9.x")
+    assert_refused(saved, "target.layers.9.x")
 
 
 def _set(*keys: str, to: object) -> Callable[[dict, dict], None]:
@@ -211,17 +211,17 @@ def _set(*keys: str, to: object) -> Callable[[dict, dict], None]:
 )
 def test_mismatched_configuration(saved: Path, edit: Callable[[dict, dict], None], word: str) -> None:
     _rewrite(saved, edit)
-    _fails(saved, word)
+    assert_refused(saved, word)
 
 
 def test_unknown_drafter_lists_those_present(saved: Path) -> None:
-    _fails(saved, "'eagle'", "dflash", drafters=["eagle"])
+    assert_refused(saved, "'eagle'", "dflash", drafters=["eagle"])
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "[" * 100_000])
 def test_unreadable_record(saved: Path, text: str) -> None:
     saved.with_suffix(".json").write_text(text)
-    _fails(saved, "record")
+    assert_refused(saved, "record")
 
 
 def test_a_full_disk_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

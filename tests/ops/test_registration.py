@@ -80,7 +80,10 @@ def test_fullgraph_compile_and_out_form_agree(spec: Spec, case: Case) -> None:
 class _NoHostSync(TorchDispatchMode):
     """Raises where the host would wait for the device: scalars read back, shapes that depend on data."""
 
+    calls = 0
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
         assert func.overloadpacket not in _SYNCS, f"{func} reads the device from the host"
         if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
             assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{func} by a boolean mask"
@@ -106,8 +109,10 @@ def test_no_host_sync(spec: Spec, case: Case) -> None:
     outputs = op.functional(*_clone(inputs[:positional]), **dict(zip(keys, _clone(inputs[positional:]), strict=True)))
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
     implementation = backends.implementation(spec.op, outputs[0].device)
-    with _NoHostSync():
+    with _NoHostSync() as mode:
         implementation(*inputs, *outputs)
+    # an implementation the mode cannot see would pass unwatched
+    assert mode.calls > 0 or all(o.numel() == 0 for o in outputs)
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
