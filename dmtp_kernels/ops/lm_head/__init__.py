@@ -8,6 +8,7 @@ import torch
 
 from dmtp_kernels.ops._checks import check_instance
 from dmtp_kernels.ops.lm_head.canonical import canonical_dot
+from dmtp_kernels.ops.lm_head.factors import load_factors, save_factors
 from dmtp_kernels.ops.lm_head.head import LMHead
 from dmtp_kernels.ops.lm_head.keys import NO_KEY, combine_keys, decode_key, encode_key
 from dmtp_kernels.ops.lm_head.op import LM_HEAD_RESCORE, LM_HEAD_SCREEN, LM_HEAD_SELECT
@@ -31,7 +32,9 @@ __all__ = [
     "lm_head_rescore",
     "lm_head_screen",
     "lm_head_select",
+    "load_factors",
     "pack_lm_head",
+    "save_factors",
 ]
 
 
@@ -74,8 +77,9 @@ def lm_head_screen(
 
     Returns:
         `ids [n, K]` int64 head ids (row + id_offset, before any id map), ascending, -1 after them;
-        `count [n]` int32. Certified formats: the number of survivors; above K the list is not complete and a full scan
-        must decide. Uncertified formats: the length of the shortlist (greatest scores, ties to the lowest row);
+        `count [n]` int32, the rows that belong on the list; above K it is not complete. Certified formats: the
+        survivors, of which a kernel may list more than the reference. Uncertified formats: the shortlist, which is the
+        same on every backend (README.md beside this file);
         `lower_bound [n]` float32, a proved lower bound of the k-th best logit (-inf for uncertified formats).
 
     Raises:

@@ -1,4 +1,4 @@
-"""Screen formats: how the cheap copy of a head is stored, read back, and how far it may be from the rows."""
+"""Screen formats: how the cheap copy of a head is stored and read back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 _CHUNK_ELEMENTS = 1 << 22
-_UNIT = 2.0**-24
+_TOP_MULTIPLIER = 127
+_ROW_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -18,29 +19,35 @@ class Format:
     bits: int = 0
     group: int = 0  # columns per scale, 0: one scale per row
     factors: bool = False
+    pad: int = 1  # columns are padded with zero codes to a multiple of this
+    multipliers: bool = False  # the groups' scales are whole multiples of the row's, kept behind the codes
 
 
 FORMATS = {
     "dense": Format(certified=True),
     "int8": Format(certified=True, bits=8),
     "int8_g64": Format(certified=True, bits=8, group=64),
-    "int6_g64": Format(certified=True, bits=6, group=64),
-    "int4_g32": Format(certified=False, bits=4, group=32),
+    "int6_g64": Format(certified=True, bits=6, group=64, pad=128),
+    "deflated": Format(certified=True, bits=6, group=64, pad=128, factors=True),
+    "int4_g32": Format(certified=False, bits=4, group=32, pad=64, multipliers=True),
     "low_rank": Format(certified=False, factors=True),
 }
 
 
 def codes_shape(name: str, rows: int, hidden: int) -> tuple[int, int]:
-    """Shape of `codes`: int8 `[V, H]`, or bytes of packed codes with H padded to whole groups."""
+    """Shape of `codes`: int8 `[V, H]`, or uint8 rows of packed codes (and group multipliers)."""
     fmt = FORMATS[name]
-    padded = -(-hidden // fmt.group) * fmt.group if fmt.group else hidden
-    return (rows, hidden if fmt.bits == 8 else padded * fmt.bits // 8)
+    if fmt.bits == 8:
+        return rows, hidden
+    columns = _padded(hidden, fmt.pad)
+    row = columns * fmt.bits // 8 + (columns // fmt.group if fmt.multipliers else 0)
+    return rows, _padded(row, _ROW_BYTES)
 
 
 def scale_shape(name: str, rows: int, hidden: int) -> tuple[int, ...]:
     """Shape of `scale`: `[V]`, or `[V, groups]`."""
-    group = FORMATS[name].group
-    return (rows, -(-hidden // group)) if group else (rows,)
+    fmt = FORMATS[name]
+    return (rows, -(-hidden // fmt.group)) if fmt.group and not fmt.multipliers else (rows,)
 
 
 def quantize(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,55 +55,58 @@ def quantize(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tenso
     fmt = FORMATS[name]
     rows, hidden = weight.shape
     dtype = torch.int8 if fmt.bits == 8 else torch.uint8
-    codes = torch.empty(codes_shape(name, rows, hidden), dtype=dtype, device=weight.device)
+    codes = torch.zeros(codes_shape(name, rows, hidden), dtype=dtype, device=weight.device)
     scale = torch.empty(scale_shape(name, rows, hidden), dtype=torch.float32, device=weight.device)
     top = 2 ** (fmt.bits - 1) - 1
     for start, stop in row_chunks(rows, hidden):
         part = weight[start:stop].to(torch.float32)
         group = fmt.group or max(hidden, 1)
-        part = torch.nn.functional.pad(part, (0, -hidden % group)).unflatten(1, (-1, group))  # [rows, groups, group]
-        amax = part.abs().amax(dim=2)
+        part = torch.nn.functional.pad(part, (0, -hidden % max(group, fmt.pad))).unflatten(1, (-1, group))
+        amax = part.abs().amax(dim=2)  # [rows, groups]
         step = torch.where(amax.isfinite(), amax / top, 0.0)
-        quotient = part / step[:, :, None]
-        whole = torch.where(step[:, :, None] > 0, quotient, 0.0).round().clamp(-top, top).to(torch.int8).flatten(1)
-        codes[start:stop] = whole[:, :hidden] if fmt.bits == 8 else _pack(whole, fmt.bits)
-        scale[start:stop] = step if fmt.group else step[:, 0]
+        if fmt.multipliers:
+            unit = step.amax(dim=1, keepdim=True) / _TOP_MULTIPLIER
+            whole = torch.where(unit > 0, step / unit, 0.0)
+            multiplier = whole.ceil().clamp(max=_TOP_MULTIPLIER)
+            scale[start:stop] = unit[:, 0]
+            step = unit * multiplier
+        elif fmt.group:
+            scale[start:stop] = step[:, : scale.shape[1]]
+        else:
+            scale[start:stop] = step[:, 0]
+        quotient = torch.where(step[:, :, None] > 0, part / step[:, :, None], 0.0)
+        flat = quotient.round().clamp(-top, top).to(torch.int8).flatten(1)
+        if fmt.bits == 8:
+            codes[start:stop] = flat[:, :hidden]
+            continue
+        packed = _pack(flat, fmt.bits)
+        codes[start:stop, : packed.shape[1]] = packed
+        if fmt.multipliers:
+            codes[start:stop, packed.shape[1] : packed.shape[1] + multiplier.shape[1]] = multiplier.to(torch.uint8)
     return codes, scale
+
+
+def whole_rows(codes: torch.Tensor, name: str, hidden: int) -> torch.Tensor:
+    """The whole numbers `[rows, H]` int32 that a row scale multiplies (`int8`, `int4_g32`)."""
+    fmt = FORMATS[name]
+    if fmt.bits == 8:
+        return codes.to(torch.int32)
+    columns = _padded(hidden, fmt.pad)
+    whole = _unpack(codes[:, : columns * fmt.bits // 8], fmt.bits)
+    if fmt.multipliers:
+        first = columns * fmt.bits // 8
+        multiplier = codes[:, first : first + columns // fmt.group].to(torch.int32)
+        whole = whole * multiplier.repeat_interleave(fmt.group, dim=1)
+    return whole[:, :hidden]
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, name: str, hidden: int) -> torch.Tensor:
     """The screen rows `[rows, H]` fp32 that `codes` and `scale` stand for."""
     fmt = FORMATS[name]
-    whole = codes if fmt.bits == 8 else _unpack(codes, fmt.bits)
-    if not fmt.group:
-        return whole.to(torch.float32) * scale[:, None]
-    steps = scale.repeat_interleave(fmt.group, dim=1)[:, :hidden]
-    return whole[:, :hidden].to(torch.float32) * steps
-
-
-def row_bounds(weight: torch.Tensor, screen: tuple[torch.Tensor, torch.Tensor] | None, name: str) -> torch.Tensor:
-    """`bound[V]` fp32 with `|canonical_dot(h, w_v) - screen score of v| <= bound[v] * ||h||`, rounded up.
-
-    `||w_v - s_v||` bounds the exact difference (Cauchy-Schwarz); the rest covers the roundings of both dots for any
-    summation order in fp32, of applying the scale, and of forming the interval. A row with a non-finite weight gets
-    inf. `screen` is `(codes, scale)`, or None when the rows are their own screen.
-    """
-    rows, hidden = weight.shape
-    terms = (2 * hidden + 64) * _UNIT
-    gamma = terms / (1 - terms)
-    bound = torch.empty(rows, dtype=torch.float32, device=weight.device)
-    for start, stop in row_chunks(rows, hidden):
-        exact = weight[start:stop].to(torch.float64)
-        if screen is None:
-            total = gamma * exact.norm(dim=1)
-        else:
-            copy = dequantize(screen[0][start:stop], screen[1][start:stop], name, hidden).to(torch.float64)
-            away = (exact - copy).norm(dim=1)
-            total = away + gamma * (copy.norm(dim=1) + away)
-        total = torch.where(exact.isfinite().all(dim=1), total * (1 + 2.0**-18), torch.inf)
-        up = total.to(torch.float32)
-        bound[start:stop] = torch.nextafter(up, torch.full_like(up, torch.inf))
-    return bound
+    whole = whole_rows(codes, name, hidden).to(torch.float32)
+    if scale.dim() == 1:
+        return whole * scale[:, None]
+    return whole * scale.repeat_interleave(fmt.group, dim=1)[:, :hidden]
 
 
 def row_chunks(rows: int, hidden: int) -> list[tuple[int, int]]:
@@ -105,20 +115,31 @@ def row_chunks(rows: int, hidden: int) -> list[tuple[int, int]]:
     return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 def _pack(whole: torch.Tensor, bits: int) -> torch.Tensor:
-    # offset-binary codes, first code in the low bits: 4 bits -> 2 per byte, 6 bits -> 4 per 3 bytes
-    unsigned = (whole.to(torch.int32) + (1 << (bits - 1))).unflatten(1, (-1, 2 if bits == 4 else 4))
-    word = sum(unsigned[..., i] << (bits * i) for i in range(unsigned.shape[-1]))
-    assert isinstance(word, torch.Tensor)
-    per_word = bits * unsigned.shape[-1] // 8
-    return torch.stack([(word >> (8 * i)) & 0xFF for i in range(per_word)], dim=-1).flatten(1).to(torch.uint8)
+    # offset binary; per 64 columns 32 bytes: column j in the low nibble of byte j, column 32 + j in the high one
+    unsigned = whole.to(torch.int32) + (1 << (bits - 1))
+    low, high = (unsigned & 15).unflatten(1, (-1, 2, 32)).unbind(2)
+    nibbles = (low | (high << 4)).flatten(1)
+    if bits == 4:
+        return nibbles.to(torch.uint8)
+    # the two high bits, per 128 columns 32 bytes: columns j, 32 + j, 64 + j, 96 + j in bit pairs 0..3 of byte j
+    quarters = (unsigned >> 4).unflatten(1, (-1, 4, 32))
+    planes = sum(quarters[:, :, t] << (2 * t) for t in range(4))
+    assert isinstance(planes, torch.Tensor)
+    return torch.cat((nibbles, planes.flatten(1)), dim=1).to(torch.uint8)
 
 
-def _unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    per_word, per_bytes = (1, 2) if bits == 4 else (3, 4)
-    octets = codes.to(torch.int32).unflatten(1, (-1, per_word))
-    word = sum(octets[..., i] << (8 * i) for i in range(per_word))
-    assert isinstance(word, torch.Tensor)
-    mask = (1 << bits) - 1
-    unsigned = torch.stack([(word >> (bits * i)) & mask for i in range(per_bytes)], dim=-1)
-    return (unsigned - (1 << (bits - 1))).flatten(1)
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    octets = packed.to(torch.int32)
+    columns = octets.shape[1] * 8 // bits
+    nibbles = octets[:, : columns // 2].unflatten(1, (-1, 1, 32))
+    unsigned = torch.cat((nibbles & 15, nibbles >> 4), dim=2).flatten(1)
+    if bits == 6:
+        planes = octets[:, columns // 2 :].unflatten(1, (-1, 1, 32))
+        high = torch.cat([(planes >> (2 * t)) & 3 for t in range(4)], dim=2).flatten(1)
+        unsigned = unsigned | (high << 4)
+    return unsigned - (1 << (bits - 1))

@@ -18,6 +18,7 @@ from dmtp_kernels.ops._checks import (
 from dmtp_kernels.ops.lm_head.formats import FORMATS, codes_shape, scale_shape
 
 ID_MAP_MODES = ("none", "offset", "absolute")
+UP_DTYPES = (*FLOAT_DTYPES, torch.int8)
 
 HEAD_TENSORS = "Tensor? codes, Tensor? scale, Tensor? bound, Tensor? down, Tensor? up, Tensor? id_map"
 HEAD_SCALARS = "str format, int num_valid, int id_offset, str id_map_mode, int capacity, bool full_scan"
@@ -29,7 +30,7 @@ class HeadArgs(NamedTuple):
     weight: torch.Tensor  # [V, H]
     codes: torch.Tensor | None  # int8 [V, H] or packed uint8 [V, bytes]
     scale: torch.Tensor | None  # fp32 [V] or [V, groups]
-    bound: torch.Tensor | None  # fp32 [V]
+    bound: torch.Tensor | None  # fp32 [V], deflated: [V, 2]
     down: torch.Tensor | None  # [r, H]
     up: torch.Tensor | None  # [V, r]
     id_map: torch.Tensor | None  # [V]
@@ -55,8 +56,9 @@ class LMHead:
         format: screen format; decides which of the next five tensors exist.
         num_valid: rows 0..num_valid-1 are real, the rest is padding and never wins.
         codes, scale: quantised formats: int8 `[V, H]` (6 and 4 bits: packed uint8) and fp32 `[V]` or `[V, groups]`.
-        bound: certified formats: fp32 `[V]`, see `formats.row_bounds`.
-        down, up: low_rank: `[r, H]` and `[V, r]`; the screen score is `up @ (down @ h)`.
+        bound: certified formats: fp32 `[V]`, see `bounds.row_bounds`; deflated: `[V, 2]`, see `bounds.deflated_bounds`.
+        down, up: low_rank: `[r, H]` and `[V, r]`, the screen score is `up @ (down @ h)`; an int8 `up` has one scale per
+            row. deflated: the strongest directions of the hidden states and each row's product with them.
         id_offset: head id of row 0 (first row of a vocabulary shard).
         id_map, id_map_mode: head id to token id. `none`: token = row + id_offset; `offset`: token = row + id_offset +
             id_map[row]; `absolute`: token = id_map[row]. A row whose token is negative never wins.
@@ -134,7 +136,7 @@ def check_head(head: HeadArgs, symbols: dict[str, int]) -> None:
     fmt = FORMATS[head.format]
     needed = {
         "codes": fmt.bits > 0,
-        "scale": fmt.bits > 0,
+        "scale": fmt.bits > 0 or (fmt.factors and head.up is not None and head.up.dtype == torch.int8),
         "bound": fmt.certified,
         "down": fmt.factors,
         "up": fmt.factors,
@@ -152,11 +154,13 @@ def check_head(head: HeadArgs, symbols: dict[str, int]) -> None:
         dtype = torch.int8 if fmt.bits == 8 else torch.uint8
         check_tensor("codes", head.codes, codes_shape(head.format, rows, hidden), (dtype,), symbols)
         check_tensor("scale", head.scale, scale_shape(head.format, rows, hidden), (torch.float32,), symbols)
+    elif head.scale is not None:
+        check_tensor("scale", head.scale, ["V"], (torch.float32,), symbols)
     if head.bound is not None:
-        check_tensor("bound", head.bound, ["V"], (torch.float32,), symbols)
+        check_tensor("bound", head.bound, ["V", 2] if fmt.factors else ["V"], (torch.float32,), symbols)
     if head.down is not None and head.up is not None:
         check_tensor("down", head.down, ["r", "H"], FLOAT_DTYPES, symbols)
-        check_tensor("up", head.up, ["V", "r"], FLOAT_DTYPES, symbols)
+        check_tensor("up", head.up, ["V", "r"], FLOAT_DTYPES if fmt.bits else UP_DTYPES, symbols)
     if head.id_map is not None:
         check_tensor("id_map", head.id_map, ["V"], INDEX_DTYPES, symbols)
     check_same_device("weight", head.weight.device, **{n: getattr(head, n) for n in needed})

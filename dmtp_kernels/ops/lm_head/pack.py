@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from dmtp_kernels.ops._checks import FLOAT_DTYPES, check_choice, check_range
-from dmtp_kernels.ops.lm_head.formats import FORMATS, quantize, row_bounds, row_chunks
+from dmtp_kernels.ops.lm_head.bounds import row_bounds
+from dmtp_kernels.ops.lm_head.factors import choose_factors, deflate
+from dmtp_kernels.ops.lm_head.formats import FORMATS, quantize
 from dmtp_kernels.ops.lm_head.head import ID_MAP_MODES, LMHead, check_weight
 
 _SCALED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 _FALLBACKS = ("full", "none")
+_UP_FORMATS = ("same", "int8")
 
 
 def pack_lm_head(
@@ -24,6 +27,7 @@ def pack_lm_head(
     calibration: torch.Tensor | None = None,
     factors: tuple[torch.Tensor, torch.Tensor] | None = None,
     rank: int | None = None,
+    up_format: str = "same",
     capacity: int | None = None,
     fallback: str = "full",
     weight_scale: torch.Tensor | None = None,
@@ -33,19 +37,20 @@ def pack_lm_head(
     Args:
         weight: `[V, H]` rows of this rank, fp32/bf16/fp16/fp64, last dimension contiguous; borrowed. With
             `weight_scale` also float8 or int8 rows, which are dequantised to fp32 (a copy).
-        format: `dense`, `int8` (one scale per row), `int8_g64`, `int6_g64`: certified, the answer is proved exact.
-            `int4_g32`, `low_rank`: uncertified, see `fallback` and `lm_head_report`.
+        format: `dense`, `int8` (one scale per row), `int8_g64`, `int6_g64`, `deflated`: certified, the answer is proved
+            exact. `int4_g32`, `low_rank`: uncertified, see `fallback` and `lm_head_report`.
         num_valid: real rows; the rest is padding (default: all rows).
         id_offset: head id of row 0, the shard's first row.
         id_map: `[V]` int32/int64, one entry per row of `weight`; see `LMHead` for the two modes.
         id_map_mode: `none`, `offset` (token = head id + map) or `absolute` (token = map; negative: none).
         vocab_size: when given, every real row's token id must be below it.
-        calibration: `[m, H]` hidden states that the head consumes, for `low_rank`: their r principal directions (not
-            centred) become `down`, and `up = weight @ down.T`.
-        factors: `(down [r, H], up [V, r])` of a trained low-rank head, instead of `calibration`.
-        rank: r for `calibration` (default H // 4).
-        capacity: rows a screen may hand to the rescore (default 64 for certified formats, 512 for the others, less on
-            small heads).
+        calibration: `[m, H]` hidden states that the head consumes, for `low_rank` and `deflated`: their r principal
+            directions (not centred) become `down`, and `up = weight @ down.T`.
+        factors: `(down [r, H], up [V, r])` of a trained low-rank head, instead of `calibration`; see `load_factors`.
+        rank: r for `calibration` (default H // 4, deflated H // 8).
+        up_format: `same`, or `int8` to keep `up` of a low-rank head as int8 rows with one scale each.
+        capacity: columns of a screen's list, and the length of an uncertified format's shortlist in rows (default 64
+            for certified formats, 512 for the others, less on small heads).
         fallback: `full`: where nothing is proved, the dots of all rows decide (uncertified formats then always scan,
             and are exact). `none`: an uncertified format answers from its shortlist alone and says so in the status.
         weight_scale: `[V]` or `[V, 1]` scales of a float8 or int8 `weight`.
@@ -62,8 +67,11 @@ def pack_lm_head(
     fmt = FORMATS[format]
     if fmt.certified and fallback == "none":
         raise ValueError(f"fallback: is 'none', must be 'full' for the certified format {format!r}")
-    if format != "low_rank" and not (calibration is None and factors is None and rank is None):
-        raise ValueError(f"calibration, factors, rank: belong to format 'low_rank', format is {format!r}")
+    check_choice("up_format", up_format, _UP_FORMATS)
+    if not fmt.factors and not (calibration is None and rank is None):
+        raise ValueError(f"calibration, rank: belong to formats 'low_rank' and 'deflated', format is {format!r}")
+    if format != "low_rank" and not (factors is None and up_format == "same"):
+        raise ValueError(f"factors, up_format: belong to format 'low_rank', format is {format!r}")
     if weight_scale is not None:
         weight = _scaled_rows(weight, weight_scale)
     check_weight(weight)
@@ -82,13 +90,21 @@ def pack_lm_head(
         )
 
     weight = weight.detach()
-    codes = scale = bound = down = up = None
-    if fmt.bits:
-        codes, scale = quantize(weight, format)
-    if fmt.certified:
-        bound = row_bounds(weight, None if codes is None or scale is None else (codes, scale), format)
-    if format == "low_rank":
-        down, up = _factors(weight, calibration, factors, rank)
+    codes: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    bound: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    if format == "deflated":
+        codes, scale, bound, down, up = deflate(weight, calibration, rank)
+    elif format == "low_rank":
+        down, up = choose_factors(weight, calibration, factors, rank)
+        if up_format == "int8":
+            up, scale = quantize(up, "int8")
+    else:
+        screen = quantize(weight, format) if fmt.bits else None
+        codes, scale = screen or (None, None)
+        bound = row_bounds(weight, screen, format) if fmt.certified else None
     if capacity is None:
         capacity = min(64, max(16, rows // 32)) if fmt.certified else min(512, max(16, rows))
     return LMHead(
@@ -137,36 +153,3 @@ def _check_map(
     limit = 2**31 - 1 if vocab_size is None else vocab_size
     if num_valid and int(tokens.max()) >= limit:
         raise ValueError(f"id_map: in mode {mode!r} gives token id {int(tokens.max())}, must be below {limit}")
-
-
-def _factors(
-    weight: torch.Tensor,
-    calibration: torch.Tensor | None,
-    factors: tuple[torch.Tensor, torch.Tensor] | None,
-    rank: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if (calibration is None) == (factors is None):
-        raise ValueError(
-            "format 'low_rank' needs either calibration hidden states or trained factors, got "
-            f"{'neither' if calibration is None else 'both'}: a plain SVD of the weight ignores where hidden states "
-            "lie and shortlists badly (recall@512 31 % at r = H/8 on a 49,152-row head; 93 % from hidden states)"
-        )
-    if factors is not None:
-        if rank is not None:
-            raise ValueError("rank: is given with factors, whose shapes already fix it")
-        down, up = factors
-        return down.detach(), up.detach()
-    assert calibration is not None
-    rows, hidden = weight.shape
-    if calibration.dim() != 2 or calibration.shape[1] != hidden or calibration.shape[0] == 0:
-        raise ValueError(f"calibration: shape is {tuple(calibration.shape)}, must be [m, {hidden}] with m at least 1")
-    states = calibration.detach().to(torch.float64)
-    if not bool(states.isfinite().all()):
-        raise ValueError("calibration: holds NaN or Inf, must be finite")
-    rank = max(1, hidden // 4) if rank is None else rank
-    check_range("rank", rank, 1, hidden)
-    directions = torch.linalg.eigh(states.T @ states).eigenvectors.flip(1)[:, :rank]  # [H, r], strongest first
-    up = torch.empty(rows, rank, dtype=weight.dtype, device=weight.device)
-    for start, stop in row_chunks(rows, hidden):
-        up[start:stop] = (weight[start:stop].to(torch.float64) @ directions).to(weight.dtype)
-    return directions.T.contiguous().to(weight.dtype), up

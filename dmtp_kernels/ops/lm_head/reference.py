@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from dmtp_kernels.ops.lm_head.canonical import canonical_chunks, canonical_dot
-from dmtp_kernels.ops.lm_head.formats import FORMATS, dequantize, row_chunks
+from dmtp_kernels.ops.lm_head.digits import fixed_point
+from dmtp_kernels.ops.lm_head.formats import FORMATS, dequantize, row_chunks, whole_rows
 from dmtp_kernels.ops.lm_head.head import HeadArgs
 from dmtp_kernels.ops.lm_head.keys import NO_KEY, encode_key
 
@@ -19,6 +21,7 @@ _GATHER_ELEMENTS = 1 << 22
 _DIRECT_ELEMENTS = 1 << 18
 _TINY = 2.0**-125
 _HUGE = 2.0**100
+SHORTLIST_GROUP = 4
 
 
 def lm_head_select(hidden: torch.Tensor, *rest: Any) -> None:
@@ -46,8 +49,7 @@ def lm_head_screen(hidden: torch.Tensor, *rest: Any) -> None:
     step = max(1, _SCORE_ELEMENTS // head.num_valid)
     for start in range(0, hidden.shape[0], step):
         part = slice(start, start + step)
-        scores = _canonical_scores(hidden[part], head)
-        keep, lower_bound[part] = _survivors(scores, hidden[part], head, k, "float32")
+        keep, lower_bound[part] = _survivors(hidden[part], head, k, "float32")
         local, count[part] = _compact(keep, width)
         ids[part, :width] = torch.where(local >= 0, local + head.id_offset, -1)
 
@@ -75,8 +77,10 @@ def _select(hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str) -> t
     direct = hidden.shape[0] * head.num_valid * hidden.shape[1] <= _DIRECT_ELEMENTS
     if width == head.num_valid or (head.full_scan and (direct or not head.certified)):
         return _scan(hidden, head, k, logit_dtype)
-    scores = _fast_scores(hidden, head) if head.certified else _canonical_scores(hidden, head)
-    keep, _ = _survivors(scores, hidden, head, k, logit_dtype)
+    keep, _ = _survivors(hidden, head, k, logit_dtype)
+    if not head.certified:
+        # ties at its end can make a shortlist longer than the capacity
+        width = head.num_valid
     local, count = _compact(keep, width)
     local = local[:, : _longest(count, width)]
     best = _rescore(hidden, head.weight, local, _token_ids(head, local), k, logit_dtype)
@@ -101,30 +105,50 @@ def _rows_where(flag: torch.Tensor) -> torch.Tensor:
     return torch.arange(flag.shape[0], device=flag.device)
 
 
-def _survivors(
-    scores: torch.Tensor, hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _survivors(hidden: torch.Tensor, head: HeadArgs, k: int, logit_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows that can still be among the k best `[n, V]`, and the proved lower bound of the k-th best logit `[n]`."""
-    row = torch.arange(scores.shape[1], device=scores.device)
-    if head.bound is None:
-        order = encode_key(scores, torch.where(_token_ids(head, row) < 0, -1, row))
-        last = order.topk(min(head.capacity, scores.shape[1]), dim=1).values[:, -1:]
-        return (order >= last) & (order != NO_KEY), scores.new_full((scores.shape[0],), -torch.inf)
-    length = hidden.to(torch.float64).norm(dim=1, keepdim=True).to(torch.float32) * (1 + 2.0**-20)  # [n, 1]
-    radius = head.bound[: head.num_valid] * length
+    scores = _scores(hidden, head)
+    named = _token_ids(head, torch.arange(scores.shape[1], device=scores.device)) >= 0
+    if not head.certified:
+        return _shortlist(scores, named, max(head.capacity // SHORTLIST_GROUP, k)), scores.new_full(
+            (scores.shape[0],), -torch.inf
+        )
+    radius = _radius(hidden, head)
     # bound >= 2^-18 ||w_v||, so below this radius no order of summation can overflow fp32
     radius = torch.where(radius < _HUGE, radius, torch.inf)
     lower, upper = scores - radius, scores + radius
-    lower = torch.where(lower < torch.inf, lower, -torch.inf)
-    if head.id_map is not None:
-        named = _token_ids(head, row) >= 0
-        lower = torch.where(named, lower, -torch.inf)
+    lower = torch.where((lower < torch.inf) & named, lower, -torch.inf)
     # fewer than k rows: width == num_valid, nothing to leave out
     best = lower.amax(dim=1, keepdim=True) if k == 1 else lower.topk(min(k, lower.shape[1]), dim=1).values[:, -1:]
     best = best - _TINY  # what products lost to underflow
     # rounding is monotone, so the comparison may be made after it
     keep = ~(_rounded(upper, logit_dtype) < _rounded(best, logit_dtype))
-    return keep if head.id_map is None else keep & named, best[:, 0]
+    return keep & named, best[:, 0]
+
+
+def _radius(hidden: torch.Tensor, head: HeadArgs) -> torch.Tensor:
+    assert head.bound is not None
+    bound = head.bound[: head.num_valid]
+    if head.down is None:
+        return bound * _length(hidden.to(torch.float64))
+    _, rest = _deflated(hidden, head.down)
+    return bound[:, 0] * _length(rest) + bound[:, 1] * _length(hidden.to(torch.float64))
+
+
+def _length(rows: torch.Tensor) -> torch.Tensor:
+    return rows.norm(dim=1, keepdim=True).to(torch.float32) * (1 + 2.0**-20)  # [n, 1]
+
+
+def _shortlist(scores: torch.Tensor, named: torch.Tensor, groups: int) -> torch.Tensor:
+    """Rows of the groups of four consecutive rows whose greatest score is among the `groups` greatest `[n, V]`."""
+    ranked = torch.where(named & ~scores.isnan(), scores, -torch.inf)
+    ranked = torch.nn.functional.pad(ranked, (0, -ranked.shape[1] % SHORTLIST_GROUP), value=-torch.inf)
+    best = ranked.unflatten(1, (-1, SHORTLIST_GROUP)).amax(dim=2)
+    if groups < best.shape[1]:
+        inside = best >= best.topk(groups, dim=1).values[:, -1:]
+    else:
+        inside = torch.ones_like(best, dtype=torch.bool)
+    return inside.repeat_interleave(SHORTLIST_GROUP, dim=1)[:, : scores.shape[1]] & named
 
 
 def _compact(keep: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,24 +207,48 @@ def _rounded(logits: torch.Tensor, logit_dtype: str) -> torch.Tensor:
     return logits.to(torch.bfloat16).to(torch.float32) if logit_dtype == "bfloat16" else logits
 
 
-def _fast_scores(hidden: torch.Tensor, head: HeadArgs) -> torch.Tensor:
-    # float64: a matmul whose fp32 precision a global setting may lower would break the bound
-    left = hidden.to(torch.float64)
-    parts = [
-        (left @ _screen_rows(head, start, stop).to(torch.float64).T).to(torch.float32)
-        for start, stop in row_chunks(head.num_valid, hidden.shape[1])
-    ]
+def _scores(hidden: torch.Tensor, head: HeadArgs) -> torch.Tensor:
+    """Screen scores of the real rows `[n, V]`: exact integer products where rows have one scale, else float64 ones.
+
+    Not fp32 matmuls: a global setting may lower their precision, which would break the bound.
+    """
+    if head.format == "low_rank":
+        assert head.down is not None and head.up is not None
+        state, up = canonical_dot(hidden, head.down), head.up[: head.num_valid]
+        if head.scale is None:
+            return canonical_dot(state, up).to(torch.float32)
+        return _integer_scores(state, [up], head.scale[: head.num_valid])
+    width = hidden.shape[1]
+    chunks = row_chunks(head.num_valid, width)
+    if head.scale is not None and head.scale.dim() == 1:
+        assert head.codes is not None
+        codes = head.codes
+        return _integer_scores(
+            hidden, (whole_rows(codes[a:b], head.format, width) for a, b in chunks), head.scale[: head.num_valid]
+        )
+    left, extra = hidden.to(torch.float64), None
+    if head.down is not None and head.up is not None:
+        extra, left = _deflated(hidden, head.down)
+    parts = []
+    for start, stop in chunks:
+        part = left @ _screen_rows(head, start, stop).to(torch.float64).T
+        if extra is not None and head.up is not None:
+            part += extra @ head.up[start:stop].to(torch.float64).T
+        parts.append(part.to(torch.float32))
     return torch.cat(parts, dim=1)
 
 
-def _canonical_scores(hidden: torch.Tensor, head: HeadArgs) -> torch.Tensor:
-    if head.down is not None and head.up is not None:
-        return canonical_dot(canonical_dot(hidden, head.down), head.up[: head.num_valid]).to(torch.float32)
-    parts = [
-        canonical_dot(hidden, _screen_rows(head, start, stop))
-        for start, stop in row_chunks(head.num_valid, hidden.shape[1])
-    ]
-    return torch.cat(parts, dim=1).to(torch.float32)
+def _integer_scores(hidden: torch.Tensor, rows: Iterable[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
+    q, step = fixed_point(hidden)
+    total = torch.cat([q @ part.to(torch.float64).T for part in rows], dim=1)  # whole numbers below 2^53
+    return (total * step * scale.to(torch.float64)).to(torch.float32)
+
+
+def _deflated(hidden: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`z = down h` and what `down^T z` leaves of h, float64."""
+    state, directions = hidden.to(torch.float64), down.to(torch.float64)
+    inside = state @ directions.T
+    return inside, state - inside @ directions
 
 
 def _screen_rows(head: HeadArgs, start: int, stop: int) -> torch.Tensor:

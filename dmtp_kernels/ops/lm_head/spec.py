@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dmtp_kernels.ops._spec import Case, Spec, nbytes
+from dmtp_kernels.ops.lm_head.formats import FORMATS
 from dmtp_kernels.ops.lm_head.head import HeadArgs, LMHead
 from dmtp_kernels.ops.lm_head.pack import pack_lm_head
 
@@ -19,7 +20,7 @@ def _head(
     weight = torch.randn(rows, hidden, generator=generator).to(dtype)
     if options.pop("mapped", False):
         options |= {"id_map": torch.randint(-1, 3, (rows,), generator=generator).cumsum(0), "id_map_mode": "absolute"}
-    if format == "low_rank":
+    if FORMATS[format].factors:
         options["calibration"] = torch.randn(64, hidden, generator=generator)
     return pack_lm_head(weight, format=format, **options)
 
@@ -100,6 +101,12 @@ SELECT = Spec(
             _select_case(2, 700, 96, format="int4_g32", fallback="none"),
         ),
         Case("low_rank", "uncertified, decided by the scan", _select_case(2, 300, 64, format="low_rank", rank=9)),
+        Case(
+            "low_rank_int8",
+            "answers from the shortlist of int8 factors",
+            _select_case(2, 700, 64, format="low_rank", rank=9, up_format="int8", fallback="none"),
+        ),
+        Case("deflated", "strong directions apart from the rest", _select_case(3, 300, 64, format="deflated", rank=9)),
         Case(
             "top16",
             "candidates of a path selector, padded groups, mapped ids, logits compared in bf16",
