@@ -1,12 +1,10 @@
-"""`dmtp`: generate text, compare the methods, train the embedded checkpoint, say what runs here."""
+"""`dmtp`: generate text, compare the methods, benchmark, train the embedded checkpoint, say what runs here."""
 
 from __future__ import annotations
 
 import codecs
-import functools
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +12,8 @@ import torch
 import typer
 from rich.console import Console
 
+from dmtp_kernels._cli_errors import one_line_errors
+from dmtp_kernels.bench.cli import bench_app
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, read_record, run_method
@@ -27,31 +27,13 @@ from dmtp_kernels.training.data import held_out_prompts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
+app.add_typer(bench_app, name="bench")
+
 MOST_ROWS = 4096
 """Rows of one engine that the command line asks for at most."""
 
 CheckpointOption = Annotated[Path | None, typer.Option(help="safetensors of another trio (default: the embedded one)")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON only")]
-
-
-def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad input and a refusing disk end a command with one line on stderr and exit code 2."""
-
-    @functools.wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except typer.Exit:
-            raise
-        except BrokenPipeError:
-            raise typer.Exit(1) from None
-        except (ValueError, OSError, RuntimeError) as error:
-            if type(error) is RuntimeError and "allocate memory" not in str(error):
-                raise  # a fault of ours, not of the input: keep its traceback
-            print(f"dmtp: error: {' '.join(str(error).split())}", file=sys.stderr)
-            raise typer.Exit(2) from None
-
-    return guarded
 
 
 @app.command()

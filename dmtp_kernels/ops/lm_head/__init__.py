@@ -8,7 +8,6 @@ import torch
 
 from dmtp_kernels.ops._checks import check_instance
 from dmtp_kernels.ops.lm_head.canonical import canonical_dot
-from dmtp_kernels.ops.lm_head.factors import load_factors, save_factors
 from dmtp_kernels.ops.lm_head.head import LMHead
 from dmtp_kernels.ops.lm_head.keys import NO_KEY, combine_keys, decode_key, encode_key
 from dmtp_kernels.ops.lm_head.op import LM_HEAD_RESCORE, LM_HEAD_SCREEN, LM_HEAD_SELECT
@@ -32,9 +31,7 @@ __all__ = [
     "lm_head_rescore",
     "lm_head_screen",
     "lm_head_select",
-    "load_factors",
     "pack_lm_head",
-    "save_factors",
 ]
 
 

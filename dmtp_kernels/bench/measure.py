@@ -1,0 +1,93 @@
+"""Timing entries against each other in one run, and the bandwidth that bounds them."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+READ_BYTES = 1 << 29
+"""Read by the bandwidth probe: more than the caches hold."""
+_FLUSH_BYTES = 1 << 28
+_WARMUPS = 3
+
+
+def medians(entries: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median milliseconds of each entry over `rounds` rounds; a round runs every entry once, in turn.
+
+    Turns spread a machine's other load over all entries alike and leave each one's data cold in the caches. On a CUDA
+    device an entry is captured once and its replays are timed with events, after the L2 cache is overwritten.
+
+    Raises:
+        ValueError: no round.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds: is {rounds}, must be at least 1")
+    timers = {
+        name: _graph_timer(run, device) if device.type == "cuda" else _timer(run) for name, run in entries.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in entries}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            times[name].append(timer())
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def reader(device: torch.device) -> tuple[Callable[[], object], int]:
+    """A streaming read of a buffer larger than the caches, and its bytes: the ceiling of a pass over a head."""
+    words = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        target = torch.empty_like(words)
+        # on a GPU the ceiling is the copy: a reduction of this shape is a kernel of its own to tune
+        return lambda: target.copy_(words), 2 * READ_BYTES
+    return lambda: words.sum(), READ_BYTES
+
+
+def commit() -> str | None:
+    """Short hash of the checkout the package runs from, with `+` when it has changes; None outside one."""
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _timer(run: Callable[[], object]) -> Callable[[], float]:
+    run()
+
+    def timed() -> float:
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+
+    return timed
+
+
+def _graph_timer(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(_WARMUPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def timed() -> float:
+        assert kept is not NotImplemented  # the graph writes into what the captured run returned
+        flush.zero_()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+
+    return timed
