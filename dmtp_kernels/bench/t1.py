@@ -130,9 +130,9 @@ def bench_t1(
     skipped: dict[str, str] = {}
     bandwidths = []
     for batch in batches:
-        runs = _runs(stage, batch, [*dict.fromkeys((*entries, "eager"))], skipped)
+        entry_runs = runs(stage, batch, [*dict.fromkeys((*entries, "eager"))], skipped)
         read, read_bytes = reader(device)
-        times = medians({**runs, "read": read}, rounds, device)
+        times = medians({**entry_runs, "read": read}, rounds, device)
         bandwidth = read_bytes / times.pop("read") * 1e3
         bandwidths.append(bandwidth)
         for entry, ms in times.items():
@@ -160,19 +160,20 @@ def bench_t1(
     }
 
 
-def _runs(stage: Stage, batch: int, entries: Sequence[str], skipped: dict[str, str]) -> dict[str, Callable[[], object]]:
+def runs(stage: Stage, batch: int, entries: Sequence[str], skipped: dict[str, str]) -> dict[str, Callable[[], object]]:
+    """What each entry runs at one batch size; an entry that cannot be built is named in `skipped` with the reason."""
     anchors, hidden = stage.inputs(batch)
     mask_id = stage.weight.shape[0] - 1
 
     def fused(head: LMHead) -> Callable[[], object]:
         return lambda: fused_t1_prep(anchors, hidden, head, stage.embedding, stage.fusion, mask_id=mask_id)
 
-    runs: dict[str, Callable[[], object]] = {}
+    found: dict[str, Callable[[], object]] = {}
     for entry in entries:
         if entry in FORMATS:
-            runs[entry] = fused(stage.heads[entry])
+            found[entry] = fused(stage.heads[entry])
         elif entry == "eager":
-            runs[entry] = lambda: stage.eager(anchors, hidden, mask_id)
+            found[entry] = lambda: stage.eager(anchors, hidden, mask_id)
         else:
             compiled = torch.compile(stage.eager, fullgraph=True)
             try:
@@ -180,5 +181,5 @@ def _runs(stage: Stage, batch: int, entries: Sequence[str], skipped: dict[str, s
             except Exception as error:  # a compiler that is missing or fails says so in many types
                 skipped[entry] = f"torch.compile failed: {str(error).splitlines()[0]}"
                 continue
-            runs[entry] = functools.partial(compiled, anchors, hidden, mask_id)
-    return runs
+            found[entry] = functools.partial(compiled, anchors, hidden, mask_id)
+    return found

@@ -46,7 +46,8 @@ def pack_lm_head(
         vocab_size: when given, every real row's token id must be below it.
         calibration: `[m, H]` hidden states that the head consumes, for `low_rank` and `deflated`: their r principal
             directions (not centred) become `down`, and `up = weight @ down.T`.
-        factors: `(down [r, H], up [V, r])` of a trained low-rank head, instead of `calibration`; `models.factors` reads them.
+        factors: `(down [r, H], up [V, r])` of a trained low-rank head, instead of `calibration`
+            (`models.factors` reads them from a file).
         rank: r for `calibration` (default H // 4, deflated H // 8).
         up_format: `same`, or `int8` to keep `up` of a low-rank head as int8 rows with one scale each.
         capacity: columns of a screen's list, and the length of an uncertified format's shortlist in rows (default 64
