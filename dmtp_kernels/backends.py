@@ -2,7 +2,7 @@
 
 Backends: `cuda` and `triton` for CUDA tensors, `cpu` (C++) for CPU tensors, `reference` (eager PyTorch) for any. An op
 registers the ones it has and `implementation` picks the first that runs. `use_backend` forces one; under
-TRITON_INTERPRET=1 a forced `triton` takes CPU tensors too.
+TRITON_INTERPRET=1 a forced `triton` takes CPU tensors too. The `cpu` backends share one compiled module, `compiled()`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ class BackendUnavailable(RuntimeError):
 
 _implementations: dict[str, dict[str, str]] = {}
 _loaded: dict[tuple[str, str], Callable[..., None]] = {}
-_forced: str | None = None
+_chosen: dict[tuple[str, str], str] = {}  # (op, device type) -> backend, until a choice changes
+_forced: dict[str | None, str] = {}  # op, or None for all of them -> backend
+_compiled: ModuleType | str | None = None  # or why there is none
 
 
 def register(op: str, implementations: dict[str, str]) -> None:
@@ -34,6 +37,7 @@ def register(op: str, implementations: dict[str, str]) -> None:
     if unknown:
         raise ValueError(f"implementations: unknown backend {sorted(unknown)}, must be among {NAMES}")
     _implementations[op] = dict(implementations)
+    _chosen.clear()
 
 
 def unavailable(op: str, backend: str, device: torch.device) -> str | None:
@@ -49,18 +53,58 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
             return "triton runs CPU tensors only under TRITON_INTERPRET=1"
     if backend == "cuda" and device.type != "cuda":
         return f"cuda kernels need CUDA tensors, got {device.type}"
-    if backend == "cpu" and device.type != "cpu":
-        return f"cpu kernels need CPU tensors, got {device.type}"
+    if backend == "cpu":
+        if device.type != "cpu":
+            return f"cpu kernels need CPU tensors, got {device.type}"
+        return compiled_missing()
     return None
+
+
+def compiled() -> ModuleType:
+    """The compiled module `dmtp_kernels._C`, loaded at the first call.
+
+    Raises:
+        BackendUnavailable: it is not there or does not load; the message says why.
+    """
+    reason = compiled_missing()
+    if reason is not None:
+        raise BackendUnavailable(reason)
+    assert isinstance(_compiled, ModuleType)
+    return _compiled
+
+
+def compiled_missing() -> str | None:
+    """Why there is no compiled module, or None when there is one."""
+    global _compiled
+    if _compiled is None:
+        _compiled = _load_compiled()
+    return _compiled if isinstance(_compiled, str) else None
+
+
+def _load_compiled() -> ModuleType | str:
+    try:
+        build = importlib.import_module("dmtp_kernels._build")
+    except ImportError:
+        return "dmtp_kernels._C is missing: nothing was compiled (`make setup` does)"
+    if build.MISSING:
+        return f"dmtp_kernels._C is missing: {build.MISSING}"
+    # a module made for another libtorch may crash instead of failing to load
+    if torch.__version__ != build.TORCH:
+        return f"dmtp_kernels._C was compiled for torch {build.TORCH}, this is {torch.__version__}: compile it again"
+    try:
+        return importlib.import_module("dmtp_kernels._C")
+    except ImportError as error:
+        return f"dmtp_kernels._C does not load: {error}"
 
 
 def choose(op: str, device: torch.device) -> str:
     """Name of the backend that `op` uses on `device` now."""
-    if _forced is not None:
-        reason = unavailable(op, _forced, device)
+    forced = _forced.get(op) or _forced.get(None)
+    if forced is not None:
+        reason = unavailable(op, forced, device)
         if reason is not None:
-            raise BackendUnavailable(f"{op}: backend {_forced!r} was forced, but {reason}")
-        return _forced
+            raise BackendUnavailable(f"{op}: backend {forced!r} was forced, but {reason}")
+        return forced
     order = ("cuda", "triton", "reference") if device.type == "cuda" else ("cpu", "reference")
     for backend in order:
         if unavailable(op, backend, device) is None:
@@ -70,7 +114,9 @@ def choose(op: str, device: torch.device) -> str:
 
 def implementation(op: str, device: torch.device) -> Callable[..., None]:
     """The function that runs `op` on `device`; its module is imported at the first call."""
-    backend = choose(op, device)
+    backend = _chosen.get((op, device.type))
+    if backend is None:
+        backend = _chosen[op, device.type] = choose(op, device)
     function = _loaded.get((op, backend))
     if function is None:
         module, _, attribute = _implementations[op][backend].partition(":")
@@ -78,26 +124,33 @@ def implementation(op: str, device: torch.device) -> Callable[..., None]:
     return function
 
 
-@contextmanager
-def _restoring(previous: str | None) -> Iterator[None]:
+def _force(forced: dict[str | None, str]) -> None:
     global _forced
+    _forced = forced
+    _chosen.clear()
+
+
+@contextmanager
+def _restoring(previous: dict[str | None, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        _forced = previous
+        _force(previous)
 
 
-def use_backend(name: str | None) -> Any:
-    """Force one backend for every op (None: choose per op again).
+def use_backend(name: str | None, *ops: str) -> Any:
+    """Force one backend for every op, or for the named `ops` alone (None: choose per op again).
 
-    Takes effect at once; used as a context manager it restores the previous choice on exit. An op that lacks the
-    backend raises `BackendUnavailable` when called.
+    Takes effect at once; used as a context manager it restores the previous choices on exit. A forced op that lacks the
+    backend raises `BackendUnavailable` when called. A choice for an op goes before the choice for all.
 
     Raises:
         ValueError: `name` is not one of `reference`, `cpu`, `triton`, `cuda`.
     """
-    global _forced
     if name is not None and name not in NAMES:
         raise ValueError(f"name: no backend {name!r}, must be one of {', '.join(NAMES)}")
-    previous, _forced = _forced, name
+    previous = _forced
+    kept = {op: backend for op, backend in previous.items() if ops and op not in ops}
+    chosen: dict[str | None, str] = dict.fromkeys(ops or (None,), name) if name is not None else {}
+    _force(kept | chosen)
     return _restoring(previous)

@@ -25,6 +25,7 @@ def report() -> dict[str, Any]:
         `devices`: `[{"device", "name", ...}]`, the CPU first.
         `no_cuda`: why there is no CUDA device, None when there is one.
         `backends`: backend -> device type -> `{"ops": n, "why_not": reason or None}`.
+        `compiled`: `{"why_not": reason or None, "capability": name in force, "capabilities": [names]}` of `_C`.
         `ops`: op -> device type -> `{"runs": backend or None, "why_not": {better backend: reason}}`.
         `checkpoint`: `{"present": bool, "files": {name: bytes}}` of the embedded checkpoint.
         `settings`: environment variables in force that change what runs.
@@ -37,6 +38,7 @@ def report() -> dict[str, Any]:
         "devices": devices,
         "no_cuda": _no_cuda(),
         "backends": {b: {k: _backend(b, k) for k in kinds} for b in backends.NAMES},
+        "compiled": _compiled(),
         "ops": {op: {k: _choice(op, k) for k in kinds} for op in _library.registered()},
         "checkpoint": {"present": bool(files), "files": files},
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SETTING_PREFIXES)},
@@ -57,6 +59,12 @@ def render(found: dict[str, Any]) -> str:
     for backend, kinds in found["backends"].items():
         for kind, state in kinds.items():
             lines.append(f"  {backend:<14}{kind:<6}{state['why_not'] or 'runs {} ops'.format(state['ops'])}")
+    compiled = found["compiled"]
+    lines += ["compiled module"]
+    if compiled["why_not"]:
+        lines.append(f"  {compiled['why_not']}")
+    else:
+        lines.append(f"  runs {compiled['capability']} of {', '.join(compiled['capabilities'])}")
     lines += ["ops"]
     width = 2 + max((len(op) for op in found["ops"]), default=0)
     for op, kinds in found["ops"].items():
@@ -126,6 +134,18 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _compiled() -> dict[str, Any]:
+    why_not = backends.compiled_missing()
+    if why_not is not None:
+        return {"why_not": why_not, "capability": None, "capabilities": []}
+    module = backends.compiled()
+    try:
+        capability = module.capability()
+    except ValueError as error:  # a setting that names no capability
+        return {"why_not": str(error), "capability": None, "capabilities": module.capabilities()}
+    return {"why_not": None, "capability": capability, "capabilities": module.capabilities()}
 
 
 def _choice(op: str, kind: str) -> dict[str, Any]:

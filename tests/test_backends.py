@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty registry, so that the tests say nothing about the ops of today."""
     monkeypatch.setattr(backends, "_implementations", {})
     monkeypatch.setattr(backends, "_loaded", {})
-    monkeypatch.setattr(backends, "_forced", None)
+    monkeypatch.setattr(backends, "_chosen", {})
+    monkeypatch.setattr(backends, "_forced", {})
+    monkeypatch.setattr(backends, "_compiled", types.ModuleType("_C"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     RAN.clear()
 

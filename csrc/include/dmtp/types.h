@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+namespace dmtp {
+
+enum class DType : int8_t { none, f32, f64, f16, bf16, i64, i32, i8, u8, boolean };
+
+// A strided view of up to three dimensions; strides count elements. `data` is null where an optional tensor is absent.
+struct Tensor {
+  void* data = nullptr;
+  int64_t size[3] = {1, 1, 1};
+  int64_t stride[3] = {0, 0, 0};
+  DType dtype = DType::none;
+
+  explicit operator bool() const { return dtype != DType::none; }
+
+  template <class T>
+  T* row(int64_t i) const {
+    return static_cast<T*>(data) + i * stride[0];
+  }
+};
+
+}  // namespace dmtp

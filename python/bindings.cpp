@@ -1,0 +1,27 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu/capability.h"
+#include "torch/library.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// The parts of [0, n) that the threads got, for the test that they are torch's.
+std::vector<std::pair<int64_t, int64_t>> parallel_parts(int64_t n, int64_t grain) {
+  std::vector<std::pair<int64_t, int64_t>> parts(n, {0, 0});
+  dmtp::parallel_for()(n, grain, [&](int64_t begin, int64_t end) { parts[begin] = {begin, end}; });
+  std::erase_if(parts, [](const auto& p) { return p.second == 0; });
+  return parts;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled CPU kernels of dmtp_kernels; the ops' cpu backends call them with checked arguments.";
+  m.def("capability", [] { return dmtp::name_of(dmtp::capability()); }, "Instruction set in force.");
+  m.def("set_capability", &dmtp::set_capability, py::arg("name"), "Run at a lower instruction set, or back.");
+  m.def("capabilities", &dmtp::capabilities, "Instruction sets this processor runs, lowest first.");
+  m.def("parallel_parts", &parallel_parts, py::arg("n"), py::arg("grain"), "How n items are cut over the threads.");
+}
