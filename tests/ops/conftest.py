@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -30,5 +31,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_backend(request.param):
+    with ExitStack() as stack:
+        stack.enter_context(use_backend(request.param))
+        if INTERPRETED:
+            from dmtp_kernels.testing import interpreter, watch
+
+            interpreter.install()
+            # no access outside the arguments, no need of an order of the programs
+            stack.enter_context(watch.bounds_checked())
+            stack.enter_context(watch.shuffled_programs(0))
         yield request.param
