@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,30 @@ class Spec:
     floor_bytes: Callable[..., int]
     flops: Callable[..., int]
     exact: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the kernels of one op must move at one of its large shapes; `python -m profiling.traffic` measures them.
+
+    The op runs interpreted, so `case` is a large shape scaled down in the vocabulary alone, which its `why` says. A
+    `spec.py` that has such cases lists them as `TRAFFIC: tuple[Traffic, ...]`.
+
+    Attributes:
+        kernels: every kernel the op launches for the case, by the name of its function, with `floor_bytes(*inputs)`:
+            what it must load and store, each byte once. None where that depends on the data: it gets no ratio.
+        scale: rows of the full vocabulary over rows of the case. A tensor whose size times `scale` is at most 16 MiB
+            counts as held by the L2 cache.
+        unscaled: kernel arguments whose size does not grow with the vocabulary.
+        limit: the greatest ratio of bytes to floor.
+    """
+
+    op: str
+    case: Case
+    kernels: Mapping[str, Callable[..., int] | None]
+    scale: float = 1.0
+    unscaled: tuple[str, ...] = ()
+    limit: float = 1.05
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:

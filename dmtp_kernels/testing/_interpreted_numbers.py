@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -208,6 +210,23 @@ def _libdevice(function: Callable[..., np.ndarray]) -> Method:
     return call
 
 
+_SHIFT = re.compile(r"\s*(shl|shr)\.b32\s+\$0,\s*\$1,\s*(\d+);\s*")
+
+
+def _inline_asm(original: Method) -> Method:
+    def create_inline_asm(self: Any, text: str, constraints: str, values: Any, types: Any, pure: Any, pack: Any) -> Any:
+        shift = _SHIFT.fullmatch(text)
+        if shift is None or pack * values[0].data.itemsize != 4:
+            return original(self, text, constraints, values, types, pure, pack)
+        # which elements share a word depends on the layout; here neighbours do
+        words = np.ascontiguousarray(values[0].data).view(np.uint32)
+        words = words << np.uint32(shift[2]) if shift[1] == "shl" else words >> np.uint32(shift[2])
+        result = ti.TensorHandle(words.view(values[0].data.dtype), types[0].scalar)
+        return SimpleNamespace(get_result=lambda index: result)
+
+    return create_inline_asm
+
+
 def install() -> None:
     """Give the interpreter these methods."""
     builder = ti.InterpreterBuilder
@@ -222,6 +241,7 @@ def install() -> None:
         "create_maxnumf": lambda self, a, b: self.binary_op(a, b, np.fmax),
         "create_minnumf": lambda self, a, b: self.binary_op(a, b, np.fmin),
         "get_bf16": _get_bf16,
+        "create_inline_asm": _inline_asm(builder.create_inline_asm),
     }
     for name, method in methods.items():
         setattr(builder, name, method)

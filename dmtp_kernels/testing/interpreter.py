@@ -10,9 +10,9 @@ Checked against triton 3.6.0 and 3.7.0, whose interpreter
 - runs `range` loops on Python integers, which do not wrap at 32 bits;
 - has no `libdevice`; reduces and scans with other combine functions element by element in Python.
 
-Left as it is: fp8 rounding, `tl.argmax` of NaN (the GPU's answer depends on the reduction order), atomics on bf16
-(refused), inline assembly (refused), fp32 `tl.dot` as "ieee" whatever `input_precision` says, `tl.exp2` and the like
-to the last bit.
+Left as it is: fp8 rounding; `tl.argmax` of NaN (the GPU's answer depends on the reduction order); atomics on bf16 and
+inline assembly other than a shift of packed words (both refused); fp32 `tl.dot` as "ieee" whatever `input_precision`
+says; `tl.exp2` and the like to the last bit.
 """
 
 from __future__ import annotations

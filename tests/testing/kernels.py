@@ -110,6 +110,17 @@ def round_kernel(x, y, N: tl.constexpr):
 
 
 @triton.jit
+def packed_shift_kernel(x, y, N: tl.constexpr):
+    """High and low nibbles of bytes, four bytes a shift."""
+    o = tl.arange(0, N)
+    v = tl.load(x + o)
+    high = tl.inline_asm_elementwise("shr.b32 $0, $1, 4;", "=r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
+    tl.store(y + o, high & 15)
+    low = tl.inline_asm_elementwise("shl.b32 $0, $1, 2;", "=r,r", [v], dtype=tl.uint8, is_pure=True, pack=4)
+    tl.store(y + N + o, low & 0xFC)
+
+
+@triton.jit
 def row_sum_kernel(w, h, y, rows, stride, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """y[v] = w[v] . h, `ROWS` rows a program."""
     v = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -120,6 +131,27 @@ def row_sum_kernel(w, h, y, rows, stride, H: tl.constexpr, ROWS: tl.constexpr, B
         row = tl.load(w + at, mask=(v < rows)[:, None] & (o < H)[None, :], other=0.0)
         acc += tl.sum(row.to(tl.float32) * tl.load(h + o, mask=o < H, other=0.0).to(tl.float32)[None, :], axis=1)
     tl.store(y + v, acc, mask=v < rows)
+
+
+@triton.jit
+def two_pass_kernel(w, y, rows, stride, H: tl.constexpr, BLOCK: tl.constexpr):
+    """Reads each row twice: for its mean, then for its distance from it."""
+    row = w + tl.program_id(0).to(tl.int64) * stride
+    mean = 0.0
+    for start in range(0, H, BLOCK):
+        mean += tl.sum(tl.load(row + start + tl.arange(0, BLOCK)).to(tl.float32)) / H
+    distance = 0.0
+    for start in range(0, H, BLOCK):
+        distance += tl.sum(tl.abs(tl.load(row + start + tl.arange(0, BLOCK)).to(tl.float32) - mean))
+    tl.store(y + tl.program_id(0), distance)
+
+
+@triton.jit
+def column_kernel(w, y, stride, rows, ROWS: tl.constexpr):
+    """Sums one column a program: a few bytes of each sector."""
+    r = tl.arange(0, ROWS)
+    value = tl.load(w + r.to(tl.int64) * stride + tl.program_id(0), mask=r < rows, other=0.0)
+    tl.store(y + tl.program_id(0), tl.sum(value.to(tl.float32)))
 
 
 @triton.jit

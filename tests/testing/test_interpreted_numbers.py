@@ -193,6 +193,12 @@ def test_libdevice_rounds_half_to_even() -> None:
     same(y, x.round())
 
 
+def test_shifts_of_packed_bytes() -> None:
+    x, y = torch.arange(256, dtype=torch.int32).to(torch.uint8), torch.zeros(2, 256, dtype=torch.uint8)
+    kernels.packed_shift_kernel[(1,)](x, y, 256)
+    same(y, torch.stack([x >> 4, x << 2]))
+
+
 def test_a_second_install_changes_nothing() -> None:
     from triton.runtime import interpreter as ti
 

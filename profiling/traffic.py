@@ -1,0 +1,248 @@
+"""Bytes that each Triton kernel moves over the bytes a perfect one must move: `python -m profiling.traffic`.
+
+Kernels run in Triton's interpreter, planned as for a GPU, and every access is counted. Each kernel has two figures.
+
+`moved`: every load and store, lane by lane; masked-off lanes move nothing.
+
+`bytes`: what of that reaches DRAM, by this model: a tensor of at most 16 MiB at the case's full, unscaled size stays in
+the L2 cache (A100 40 MB, H100 and H200 50 MB), so each of its 32-byte sectors that is loaded, or stored, counts once a
+launch. Of a larger tensor every access counts, and at least each sector that a program touches, once a program.
+
+The figure proves what the kernel asks for, not what a cache serves; see README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dmtp_kernels import _library, ops, use_backend
+from dmtp_kernels.ops._device import planned_for
+from dmtp_kernels.ops._spec import Traffic
+from dmtp_kernels.testing.watch import Access, Launch, watch
+from profiling.table import table
+
+SECTOR = 32
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200, which launches are planned for."""
+CACHED = 16 << 20
+"""Bytes up to which a tensor counts as held by the L2 cache."""
+RULE = """\
+floor: what must move, each byte once. moved: every access. bytes: the 32-byte sectors of a tensor of at most 16 MiB at
+full size count once a launch (they stay in the L2 cache); of a larger one every access, and each sector at least once
+a program."""
+
+
+@dataclass
+class Stream:
+    """What one launch loads from, or stores to, one tensor."""
+
+    cached: bool
+    first_sector: int
+    seen: np.ndarray  # per sector: the last program that touched it, -1 for none
+    moved: int = 0
+    program: int = -1
+    asked: int = 0  # by the current program
+    sectors: int = 0  # new to the current program, or to the launch
+    finished: int = 0
+
+    def add(self, access: Access, program: int) -> None:
+        count = access.addresses.size * access.size
+        self.moved += count
+        if self.cached:
+            program = 0
+        elif program != self.program:
+            self._close()
+        self.program = program
+        self.asked += count
+        ends = access.addresses[:, None] + np.array([0, access.size - 1], np.uint64)
+        sectors = np.unique(ends >> np.uint64(5)).astype(np.int64) - self.first_sector
+        new = sectors[self.seen[sectors] != program]
+        self.seen[new] = program
+        self.sectors += new.size
+
+    def _close(self) -> None:
+        self.finished += SECTOR * self.sectors if self.cached else max(self.asked, SECTOR * self.sectors)
+        self.asked = self.sectors = 0
+
+    def total(self) -> int:
+        """Bytes of the DRAM model."""
+        self._close()
+        return self.finished
+
+
+@dataclass
+class Counter:
+    """Watches launches and keeps one `Stream` per launch, argument and direction."""
+
+    scale: float
+    unscaled: tuple[str, ...]
+    streams: dict[tuple[Launch, str, bool], Stream] = field(default_factory=dict)
+    _programs: int = 0
+    _current: tuple[Launch, tuple[int, int, int]] | None = None
+
+    def __call__(self, access: Access) -> None:
+        if self._current != (access.launch, access.launch.program):
+            self._current = access.launch, access.launch.program
+            self._programs += 1
+        if access.addresses.size == 0:
+            return
+        owner = access.owner()
+        if owner is None:
+            raise ValueError(
+                f"{access.launch.kernel}: an access to no argument; pointers from memory cannot be counted"
+            )
+        # an atomic reads and writes
+        for store in {"load": (False,), "store": (True,), "atomic": (False, True)}[access.kind]:
+            key = (access.launch, owner, store)
+            if key not in self.streams:
+                self.streams[key] = self._stream(access.launch.tensors[owner], owner)
+            self.streams[key].add(access, self._programs)
+
+    def _stream(self, tensor: torch.Tensor, name: str) -> Stream:
+        full = tensor.nbytes * (1 if name in self.unscaled else self.scale)
+        span = tensor.element_size() * (
+            1 + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+        )
+        first = tensor.data_ptr() // SECTOR
+        return Stream(full <= CACHED, first, np.full((tensor.data_ptr() + span) // SECTOR + 1 - first, -1, np.int64))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel of one case. `floor` and `ratio` are None where the floor depends on data."""
+
+    op: str
+    kernel: str
+    case: str
+    bytes: int
+    floor: int | None
+    ratio: float | None
+    moved: int
+    launches: int
+    limit: float
+    tensors: dict[str, int]
+
+    @property
+    def within(self) -> bool:
+        return self.ratio is None or self.ratio <= self.limit
+
+
+def measure(traffic: Traffic, run: Callable[..., object]) -> list[Row]:
+    """Count the kernels that `run(*inputs)` launches on the inputs of `traffic.case`.
+
+    Raises:
+        ValueError: a kernel was launched that `traffic.kernels` does not list, or one listed was not launched.
+    """
+    inputs = traffic.case.make(torch.Generator().manual_seed(7))
+    counter = Counter(traffic.scale, traffic.unscaled)
+    with watch(counter), planned_for(PROCESSORS):
+        run(*inputs)
+    launched = {launch.kernel for launch, _, _ in counter.streams}
+    if launched != set(traffic.kernels):
+        listed = sorted(traffic.kernels)
+        raise ValueError(f"{traffic.op}, {traffic.case.name}: launches {sorted(launched)}, its Traffic lists {listed}")
+    rows = []
+    for kernel, floor_bytes in traffic.kernels.items():
+        streams = [(launch, name, s) for (launch, name, _), s in counter.streams.items() if launch.kernel == kernel]
+        tensors: dict[str, int] = {}
+        for _, name, stream in streams:
+            tensors[name] = tensors.get(name, 0) + stream.total()
+        count = sum(tensors.values())
+        floor = None if floor_bytes is None else floor_bytes(*inputs)
+        ratio = None if floor is None else count / floor
+        moved = sum(s.moved for _, _, s in streams)
+        launches = len({id(launch) for launch, _, _ in streams})
+        rows.append(
+            Row(traffic.op, kernel, traffic.case.name, count, floor, ratio, moved, launches, traffic.limit, tensors)
+        )
+    return rows
+
+
+def cases(op: str | None = None) -> Iterator[Traffic]:
+    """The traffic cases of every op, or of one."""
+    for family in pkgutil.iter_modules(ops.__path__):
+        if family.ispkg:
+            spec = importlib.import_module(f"{ops.__name__}.{family.name}.spec")
+            yield from (t for t in getattr(spec, "TRAFFIC", ()) if op in (None, t.op))
+
+
+def run_op(name: str) -> Callable[..., object]:
+    """The op on its Triton backend, called with inputs in schema order."""
+    op = _library._OPS[name]
+    arguments = op.functional._schema.arguments
+    positional = sum(not a.kwarg_only for a in arguments)
+
+    def run(*inputs: Any) -> object:
+        keywords = {a.name: v for a, v in zip(arguments[positional:], inputs[positional:], strict=True)}
+        with use_backend("triton"):
+            return op.functional(*inputs[:positional], **keywords)
+
+    return run
+
+
+def report(rows: Sequence[Row], as_json: bool) -> int:
+    """Print the rows; 1 when one exceeds its limit."""
+    if as_json:
+        print(json.dumps([vars(row) for row in rows], indent=1))
+    else:
+        headers = ("op", "case", "kernel", "launches", "moved", "bytes", "floor", "ratio", "limit", "")
+        print(
+            table(
+                headers,
+                [
+                    (
+                        r.op,
+                        r.case,
+                        r.kernel,
+                        r.launches,
+                        r.moved,
+                        r.bytes,
+                        r.floor,
+                        r.ratio,
+                        r.limit,
+                        "" if r.within else "EXCEEDED",
+                    )
+                    for r in rows
+                ],
+            )
+        )
+        print(RULE)
+    return 0 if all(row.within for row in rows) else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 when a ratio exceeds its limit, 2 when there is nothing to measure."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.traffic", description=__doc__.partition("\n")[0])
+    parser.add_argument("--op", help="one op, e.g. lm_head_select; default all")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    options = parser.parse_args(arguments)
+    from dmtp_kernels.testing import interpreter
+
+    interpreter.install()
+    found = list(cases(options.op))
+    if not found:
+        print(f"no traffic cases{f' of {options.op}' if options.op else ''}", file=sys.stderr)
+        return 2
+    return report([row for t in found for row in measure(t, run_op(t.op))], options.json)
+
+
+if __name__ == "__main__":
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        # read when a kernel is decorated, so it must be set before anything is imported
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "profiling.traffic", *sys.argv[1:]],
+            os.environ | {"TRITON_INTERPRET": "1"},
+        )
+    sys.exit(main())
