@@ -1,4 +1,5 @@
-#include <pybind11/pybind11.h>
+#include "bindings.h"
+
 #include <pybind11/stl.h>
 
 #include "cpu/capability.h"
@@ -24,4 +25,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_capability", &dmtp::set_capability, py::arg("name"), "Run at a lower instruction set, or back.");
   m.def("capabilities", &dmtp::capabilities, "Instruction sets this processor runs, lowest first.");
   m.def("parallel_parts", &parallel_parts, py::arg("n"), py::arg("grain"), "How n items are cut over the threads.");
+  dmtp::bind_t1_prep(m);
 }

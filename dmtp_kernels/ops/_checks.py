@@ -26,13 +26,14 @@ def check_tensor(
     """
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(str(d) for d in dtypes)}")
-    if tensor.dim() != len(shape):
+    sizes = tensor.shape  # a new object at every access
+    if len(sizes) != len(shape):
         wanted = ", ".join("*" if s is None else str(s) for s in shape)
-        raise ValueError(f"{name}: has {tensor.dim()} dimensions {tuple(tensor.shape)}, must be [{wanted}]")
+        raise ValueError(f"{name}: has {tensor.dim()} dimensions {tuple(sizes)}, must be [{wanted}]")
     for axis, want in enumerate(shape):
-        got = tensor.shape[axis]
         if want is None:
             continue
+        got = sizes[axis]
         if isinstance(want, str):
             if want not in symbols:
                 symbols[want] = got
@@ -41,7 +42,7 @@ def check_tensor(
                 raise ValueError(f"{name}: dimension {axis} ({want}) is {got}, must be {symbols[want]}")
         elif got != want:
             raise ValueError(f"{name}: dimension {axis} is {got}, must be {want}")
-    if last_contiguous and tensor.dim() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if last_contiguous and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: last dimension has stride {tensor.stride(-1)}, must be contiguous (stride 1)")
 
 

@@ -12,6 +12,8 @@ from dmtp_kernels.ops.lm_head import LMHead, combine_keys, decode_key, lm_head_s
 from dmtp_kernels.ops.t1_prep import Fusion, check_mask_id, fold_fusion, fused_t1_prep
 from dmtp_kernels.ops.t1_prep.op import FUSED_T1_PREP
 
+KERNEL_OPS = ("fused_t1_prep",)
+EVERY_CAPABILITY = True
 V, E, H, R, MASK = 300, 40, 56, 8, 298
 
 

@@ -9,6 +9,8 @@ from dmtp_kernels.ops.lm_head import pack_lm_head
 from dmtp_kernels.ops.t1_prep import Fusion, check_mask_id, fused_t1_prep
 from dmtp_kernels.ops.t1_prep.reference import rms_norm
 
+KERNEL_OPS = ("fused_t1_prep",)
+EVERY_CAPABILITY = True
 V, MASK = 100, 99
 
 

@@ -6,6 +6,13 @@ namespace dmtp {
 
 enum class DType : int8_t { none, f32, f64, f16, bf16, i64, i32, i8, u8, boolean };
 
+struct Bf16 {
+  uint16_t bits;
+};
+struct Fp16 {
+  uint16_t bits;
+};
+
 // A strided view of up to three dimensions; strides count elements. `data` is null where an optional tensor is absent.
 struct Tensor {
   void* data = nullptr;

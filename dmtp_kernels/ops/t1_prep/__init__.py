@@ -12,14 +12,8 @@ from dmtp_kernels.ops.t1_prep.op import FUSED_T1_PREP
 
 __all__ = ["Fusion", "check_mask_id", "fold_fusion", "fused_t1_prep"]
 
-_NO_HEAD = {
-    "format": "dense",
-    "num_valid": 0,
-    "id_offset": 0,
-    "id_map_mode": "none",
-    "capacity": 1,
-    "full_scan": True,
-}
+_HEAD_TENSORS, _FUSION_TENSORS = 7, 5  # leading fields of HeadArgs and FusionArgs
+_NO_HEAD = (*(None,) * _HEAD_TENSORS, "dense", 0, 0, "none", 1, True)
 
 
 def fused_t1_prep(
@@ -82,10 +76,8 @@ def fused_t1_prep(
     check_instance("fusion", fusion, Fusion)
     if head is not None:
         check_instance("head", head, LMHead)
-    tensors = (None,) * 7 if head is None else head.tensors()
-    scalars = dict(_NO_HEAD if head is None else head.scalars())
-    scalars["head_format"] = scalars.pop("format")
-    options = {f"fusion_{n}" if n in ("mode", "slots") else n: v for n, v in fusion.scalars().items()}
+    source = _NO_HEAD if head is None else head.args()
+    fused = fusion.args()
     return FUSED_T1_PREP.functional(
         anchor_ids,
         h_mtp,
@@ -94,15 +86,15 @@ def fused_t1_prep(
         t1_override,
         mask_embed,
         folded,
-        *tensors,
-        *fusion.tensors(),
-        **scalars,
-        **options,
-        anchors=anchors,
-        mask_id=mask_id,
-        num_masks=num_masks,
-        embed_scale=embed_scale,
-        embedding_start=embedding_start,
-        num_embeddings=embedding_start + embedding.shape[0] if num_embeddings is None else num_embeddings,
-        logit_dtype=logit_dtype,
+        *source[:_HEAD_TENSORS],
+        *fused[:_FUSION_TENSORS],
+        *source[_HEAD_TENSORS:],
+        *fused[_FUSION_TENSORS:],
+        anchors,
+        mask_id,
+        num_masks,
+        embed_scale,
+        embedding_start,
+        embedding_start + embedding.shape[0] if num_embeddings is None else num_embeddings,
+        logit_dtype,
     )

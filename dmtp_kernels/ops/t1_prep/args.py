@@ -14,12 +14,13 @@ SCHEMA = (
     "Tensor? fusion_hidden, Tensor? t1_override, Tensor? mask_embed, Tensor? folded, "
     "Tensor? head_weight, Tensor? head_codes, Tensor? head_scale, Tensor? head_bound, Tensor? head_down, "
     "Tensor? head_up, Tensor? head_id_map, "
-    "Tensor? fusion_weight, Tensor? fusion_down, Tensor? fusion_up, Tensor? norm_e, Tensor? norm_m, *, "
+    "Tensor? fusion_weight, Tensor? fusion_down, Tensor? fusion_up, Tensor? norm_e, Tensor? norm_m, "
     "str head_format, int num_valid, int id_offset, str id_map_mode, int capacity, bool full_scan, "
     "str fusion_mode, str fusion_slots, float eps_e, float eps_m, float offset_e, float offset_m, "
     "int anchors, int mask_id, int num_masks, float embed_scale, int embedding_start, int num_embeddings, "
     "str logit_dtype='float32'"
 )
+"""All by position: keywords would double the dispatcher's 30 us."""
 
 
 class PrepArgs(NamedTuple):

@@ -20,6 +20,8 @@ from dmtp_kernels.ops.lm_head.op import LOGIT_DTYPES
 from dmtp_kernels.ops.t1_prep.args import SCHEMA, PrepArgs
 from dmtp_kernels.ops.t1_prep.fusion import check_fusion, check_mask_id
 
+_TENSORS = PrepArgs._fields[: PrepArgs._fields.index("head_format")]
+
 
 def _check(*values: Any) -> None:
     args = PrepArgs(*values)
@@ -33,9 +35,7 @@ def _check(*values: Any) -> None:
         check_tensor("t1_override", args.t1_override, ["B"], INDEX_DTYPES, sizes)
     if args.mask_embed is not None:
         check_tensor("mask_embed", args.mask_embed, ["E"], FLOAT_DTYPES, sizes)
-    check_same_device(
-        "anchor_ids", args.anchor_ids.device, **{n: v for n, v in args._asdict().items() if _is_tensor(v)}
-    )
+    check_same_device("anchor_ids", args.anchor_ids.device, **dict(zip(_TENSORS, values, strict=False)))
 
     rows = sizes["Ve"]
     check_range("embedding: rows", rows, 1)
@@ -70,10 +70,6 @@ def _check_source(args: PrepArgs, sizes: dict[str, int]) -> None:
         )
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _shapes(*values: Any) -> list[Shape]:
     args = PrepArgs(*values)
     batch, slots = args.anchor_ids.shape[0], args.anchors + args.num_masks
@@ -91,5 +87,8 @@ FUSED_T1_PREP = define_op(
     outs=("t1", "block_ids", "block_embeds", "certified"),
     shapes=_shapes,
     check=_check,
-    implementations={"reference": "dmtp_kernels.ops.t1_prep.reference:fused_t1_prep"},
+    implementations={
+        "cpu": "dmtp_kernels.ops.t1_prep.cpu:fused_t1_prep",
+        "reference": "dmtp_kernels.ops.t1_prep.reference:fused_t1_prep",
+    },
 )

@@ -1,0 +1,11 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
+
+// One per op: adds its functions to `dmtp_kernels._C`. Arguments come checked, by position.
+namespace dmtp {
+
+void bind_t1_prep(pybind11::module_&);
+
+}  // namespace dmtp
