@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
