@@ -88,6 +88,7 @@ FUSED_T1_PREP = define_op(
     shapes=_shapes,
     check=_check,
     implementations={
+        "triton": "dmtp_kernels.ops.t1_prep.launch:fused_t1_prep",
         "cpu": "dmtp_kernels.ops.t1_prep.cpu:fused_t1_prep",
         "reference": "dmtp_kernels.ops.t1_prep.reference:fused_t1_prep",
     },
