@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -237,13 +238,20 @@ def test_out_form_writes_its_buffers_only() -> None:
 
 def test_report() -> None:
     w, h = random(400, 64), random(50, 64, seed=1)
-    exact = lm_head_report(pack(w, "int8"), h)
+    exact, best = lm_head_report(pack(w, "int8"), h), oracle(canonical_dot(h, w), 400)
     assert exact.recall == 1.0 and exact.overflow == 0.0 and 1 <= exact.survivors[0.5] <= exact.survivors[1.0] <= 16
     # hidden states that live in 8 directions: their principal directions shortlist perfectly
     flat = random(300, 8, seed=2, dtype=torch.float32) @ random(8, 64, seed=3, dtype=torch.float32)
     good = pack_lm_head(w, format="low_rank", calibration=flat[:200], rank=8, capacity=16)
     assert lm_head_report(good, flat[200:]).recall == 1.0
-    assert lm_head_report(pack(w, "low_rank", capacity=4), h).recall < 1.0
+    poor = pack(w, "low_rank", capacity=4)
+    assert lm_head_report(poor, h).recall < 1.0
+    # what is kept is what the shortlist alone answers, and certified formats keep all even when their list is too short
+    right = [a == b for a, b in zip(tokens(lm_head_select(h, replace(poor, full_scan=False))[0]), best, strict=True)]
+    assert lm_head_report(poor, h).kept == sum(right) / 50 < 1.0
+    short = lm_head_report(pack(w, "int6_g64", capacity=1), h)
+    assert short.kept == exact.kept == 1.0 and short.overflow > 0
+    assert [lm_head_report(pack(w, n), h).bytes_per_row for n in ("dense", "int8", "int4_g32")] == [132, 72, 52]
     with pytest.raises(ValueError, match="states"):
         lm_head_report(good, flat[:0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,10 @@ class HeadReport:
     """What the screen of `format` left over on `states` hidden states.
 
     `survivors` maps quantile to count (1.0 is the maximum); uncertified formats always keep `capacity`. `overflow` is
-    the share of states that a full scan had to decide. `recall` is the share whose exact greedy token was on the list.
+    the share of states that a full scan had to decide. `recall` is the share whose exact greedy token was on the list,
+    `kept` the share whose answer is exact when nothing but the list decides (`fallback="none"`): the share of T1
+    proposals that stay what the full head proposes. Certified formats keep all. `bytes_per_row` is what a screen reads
+    of each row.
     """
 
     format: str
@@ -27,6 +30,8 @@ class HeadReport:
     survivors: dict[float, int]
     overflow: float
     recall: float
+    kept: float = 1.0
+    bytes_per_row: float = 0.0
 
 
 def lm_head_report(
@@ -47,12 +52,15 @@ def lm_head_report(
     if head.id_map is not None:
         raise ValueError("head: has an id map, must be reported without one")
     exact = pack_lm_head(head.weight, format="dense", num_valid=head.num_valid, id_offset=head.id_offset)
-    counts, hits = [], 0
+    listed = head if head.certified else replace(head, full_scan=False)
+    counts, hits, kept = [], 0, 0
     for part in states.split(_BATCH):
         ids, count, _ = LM_HEAD_SCREEN.functional(part, *head.tensors(), **head.scalars())
         key, _ = LM_HEAD_SELECT.functional(part, *exact.tensors(), **exact.scalars())
+        answer, _ = LM_HEAD_SELECT.functional(part, *listed.tensors(), **listed.scalars())
         token = (~key << 32) >> 32
         hits += int(((ids == token) & (token >= 0)).any(dim=1).sum())
+        kept += int((answer == key).sum())
         counts.append(count)
     count = torch.cat(counts).sort().values
     last = count.shape[0] - 1
@@ -63,4 +71,11 @@ def lm_head_report(
         survivors={q: int(count[round(q * last)]) for q in quantiles},
         overflow=float((count > head.capacity).double().mean()) if head.certified else 0.0,
         recall=hits / states.shape[0],
+        kept=kept / states.shape[0],
+        bytes_per_row=_screen_bytes(head) / max(1, head.weight.shape[0]),
     )
+
+
+def _screen_bytes(head: LMHead) -> int:
+    copy = [head.codes, head.up] if head.codes is not None or head.up is not None else [head.weight]
+    return sum(t.numel() * t.element_size() for t in (*copy, head.scale, head.bound) if t is not None)
