@@ -1,0 +1,183 @@
+"""Registers, spills, shared memory and load widths of every kernel variant: `python -m profiling.resources`.
+
+Each `Variant` that an op's `config.variants()` lists is compiled to a cubin for sm_80, sm_90 and sm_100 with the
+assembler in the triton wheel: no GPU and no driver are needed. See README.md for what that does and does not show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from dmtp_kernels import ops
+from dmtp_kernels.ops._variant import Variant
+from profiling import machine_code
+from profiling.table import table
+
+ARCHITECTURES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that one program can have."""
+MIN_LOAD_BITS = 128
+PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Usage:
+    """One kernel on one architecture.
+
+    `load_bits` is the narrowest width among the loads of the variant's streams that carries an eighth of their bytes,
+    None where the variant names no stream; `loads` has the share of every width per stream.
+    """
+
+    kernel: str
+    backend: str
+    arch: int
+    registers: int
+    spills: int
+    shared: int
+    load_bits: int | None
+    loads: dict[str, dict[int, float]]
+
+    def faults(self) -> list[str]:
+        """What a kernel of this library may not have."""
+        found = []
+        if self.spills:
+            found.append(f"{self.spills} bytes spilled")
+        if self.shared > SHARED_LIMIT[self.arch]:
+            found.append(f"more than {SHARED_LIMIT[self.arch]:,} bytes of shared memory")
+        for name, shares in self.loads.items():
+            bits = machine_code.narrowest(shares)
+            if bits < MIN_LOAD_BITS:
+                found.append(f"{name} is loaded {bits} bits at a time" if bits else f"no load of {name} found")
+        return found
+
+
+def variants(op_family: str | None = None) -> Iterator[tuple[str, Variant]]:
+    """`(module of the config, variant)` of every op family that lists variants, or of one."""
+    for family in pkgutil.iter_modules(ops.__path__):
+        module = f"{ops.__name__}.{family.name}.config"
+        if family.ispkg and op_family in (None, family.name) and importlib.util.find_spec(module):
+            listed: Callable[[], tuple[Variant, ...]] = getattr(importlib.import_module(module), "variants", tuple)
+            yield from ((module, variant) for variant in listed())
+
+
+def compile_triton(variant: Variant, arch: int) -> tuple[str, str, int]:
+    """`(PTX, what ptxas printed, bytes of shared memory)`; cached by Triton, and the log beside it.
+
+    Raises:
+        Exception: whatever Triton's compiler raises.
+    """
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.cache import get_cache_manager
+
+    module, _, attribute = variant.kernel.partition(":")
+    kernel = getattr(importlib.import_module(module), attribute)
+    names = kernel.arg_names
+    known = {*variant.signature, *variant.constants}
+    if known != set(names) or set(variant.signature) & set(variant.constants):
+        raise ValueError(f"{variant.name}: arguments differ from the kernel's: {sorted(known ^ set(names))}")
+    source = ASTSource(
+        fn=kernel,
+        signature={name: variant.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned},
+    )
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    key = f"{triton.__version__} {source.hash()} {arch} {sorted(options.items())}"
+    cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    path = cache.get_file("ptxas.log")
+    printed = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+        knobs.compilation.always_compile = path is None
+        knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    if path is None:
+        path = cache.put(printed.getvalue(), "ptxas.log", binary=False)
+    with open(path) as file:
+        return compiled.asm["ptx"], file.read(), compiled.metadata.shared
+
+
+def usage(variant: Variant, arch: int) -> Usage:
+    """Compile one variant and read its code."""
+    ptx, log, shared = compile_triton(variant, arch)
+    registers, spills = machine_code.ptxas_usage(log)
+    loads = machine_code.global_loads(ptx)
+    parameters = list(variant.signature)
+    shares = {name: machine_code.widths(loads, parameters.index(name)) for name in variant.streams}
+    bits = min((machine_code.narrowest(s) for s in shares.values()), default=None)
+    return Usage(variant.name, "triton", arch, registers, spills, shared, bits, shares)
+
+
+def _work(module: str, name: str, arch: int) -> Usage | str:
+    (variant,) = (v for v in importlib.import_module(module).variants() if v.name == name)
+    try:
+        return usage(variant, arch)
+    except Exception as error:
+        return f"{name}, sm_{arch}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+
+
+def measure(work: Sequence[tuple[str, str, int]]) -> list[Usage | str]:
+    """`usage` of every `(module, variant name, arch)` in two processes; a message for one that does not compile."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(PROCESSES, len(work)), mp_context=context) as pool:
+        return list(pool.map(_work, *zip(*work, strict=True)))
+
+
+def report(results: Sequence[Usage | str], as_json: bool) -> int:
+    """Print the results; 1 when one did not compile or has a fault."""
+    rows = [r for r in results if isinstance(r, Usage)]
+    if as_json:
+        print(json.dumps([vars(r) for r in rows], indent=1))
+    else:
+        headers = ("kernel", "backend", "arch", "registers", "spills", "shared", "load bits", "")
+        body: list[tuple[Any, ...]] = [
+            (r.kernel, r.backend, f"sm_{r.arch}", r.registers, r.spills, r.shared, r.load_bits, "; ".join(r.faults()))
+            for r in rows
+        ]
+        print(table(headers, body))
+        print(
+            "spills: bytes stored and loaded. load bits: of the streams, the bulk of what the kernel reads; - without."
+        )
+    failed = [r for r in results if isinstance(r, str)]
+    for message in [*failed, *(f"{r.kernel}, sm_{r.arch}: {f}" for r in rows for f in r.faults())]:
+        print(message, file=sys.stderr)
+    return 1 if failed or any(r.faults() for r in rows) else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 when a kernel has a fault or does not compile, 2 when there is none."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.resources", description=__doc__.partition("\n")[0])
+    parser.add_argument("--op", help="one op family, e.g. lm_head; default all")
+    parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("TRITON_INTERPRET=1: kernels are interpreted here, not compiled", file=sys.stderr)
+        return 2
+    wanted = [int(arch) for arch in options.arch.split(",")]
+    if unknown := set(wanted) - set(SHARED_LIMIT):
+        parser.error(f"--arch: {sorted(unknown)} is not among {sorted(SHARED_LIMIT)}")
+    work = [(module, variant.name, arch) for module, variant in variants(options.op) for arch in wanted]
+    if not work:
+        print(f"no kernel variants{f' of {options.op}' if options.op else ''}", file=sys.stderr)
+        return 2
+    return report(measure(work), options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
