@@ -25,5 +25,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_capability", &dmtp::set_capability, py::arg("name"), "Run at a lower instruction set, or back.");
   m.def("capabilities", &dmtp::capabilities, "Instruction sets this processor runs, lowest first.");
   m.def("parallel_parts", &parallel_parts, py::arg("n"), py::arg("grain"), "How n items are cut over the threads.");
+  dmtp::bind_lm_head(m);
   dmtp::bind_t1_prep(m);
 }

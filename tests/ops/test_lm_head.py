@@ -33,6 +33,8 @@ from tests.ops.lm_head_cases import (  # noqa: F401
     tokens,
 )
 
+KERNEL_OPS = ("lm_head_select", "lm_head_screen", "lm_head_rescore")
+
 
 def loop_dot(h: torch.Tensor, w: torch.Tensor) -> np.float32:
     """One canonical dot by its definition."""

@@ -17,6 +17,8 @@ from dmtp_kernels.ops.lm_head import (
 )
 from tests.ops.lm_head_cases import FORMAT_NAMES, always_screen, extras, logits_head, random, select  # noqa: F401
 
+KERNEL_OPS = ("lm_head_select", "lm_head_screen", "lm_head_rescore")
+
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_row_001_vocabulary_padding(name: str) -> None:

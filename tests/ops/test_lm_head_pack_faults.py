@@ -15,6 +15,8 @@ from dmtp_kernels.ops.lm_head import (
 from dmtp_kernels.ops.lm_head.formats import FORMATS, codes_shape, dequantize, scale_shape
 from tests.ops.lm_head_cases import FORMAT_NAMES, always_screen, extras, logits_head, random, select  # noqa: F401
 
+KERNEL_OPS = ("lm_head_select", "lm_head_screen", "lm_head_rescore")
+
 
 def screen_of(head: LMHead) -> tuple[torch.Tensor, torch.Tensor]:
     assert head.codes is not None and head.scale is not None

@@ -21,6 +21,8 @@ from dmtp_kernels.ops.lm_head.digits import fixed_point, split_digits
 from dmtp_kernels.ops.lm_head.formats import dequantize, whole_rows
 from tests.ops.lm_head_cases import CERTIFIED, always_screen, oracle, pack, random, tokens  # noqa: F401
 
+KERNEL_OPS = ("lm_head_select", "lm_head_screen", "lm_head_rescore")
+
 
 @pytest.mark.parametrize("name", [n for n in CERTIFIED if n != "deflated"])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e10])

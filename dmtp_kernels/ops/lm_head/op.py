@@ -84,7 +84,10 @@ LM_HEAD_SELECT = define_op(
     outs=("key", "status"),
     shapes=_shapes_select,
     check=_check_select,
-    implementations={"reference": "dmtp_kernels.ops.lm_head.reference:lm_head_select"},
+    implementations={
+        "cpu": "dmtp_kernels.ops.lm_head.cpu:lm_head_select",
+        "reference": "dmtp_kernels.ops.lm_head.reference:lm_head_select",
+    },
 )
 
 LM_HEAD_SCREEN = define_op(
@@ -93,7 +96,10 @@ LM_HEAD_SCREEN = define_op(
     outs=("ids", "count", "lower_bound"),
     shapes=_shapes_screen,
     check=_check_screen,
-    implementations={"reference": "dmtp_kernels.ops.lm_head.reference:lm_head_screen"},
+    implementations={
+        "cpu": "dmtp_kernels.ops.lm_head.cpu:lm_head_screen",
+        "reference": "dmtp_kernels.ops.lm_head.reference:lm_head_screen",
+    },
 )
 
 LM_HEAD_RESCORE = define_op(
@@ -103,5 +109,8 @@ LM_HEAD_RESCORE = define_op(
     outs=("key",),
     shapes=_shapes_rescore,
     check=_check_rescore,
-    implementations={"reference": "dmtp_kernels.ops.lm_head.reference:lm_head_rescore"},
+    implementations={
+        "cpu": "dmtp_kernels.ops.lm_head.cpu:lm_head_rescore",
+        "reference": "dmtp_kernels.ops.lm_head.reference:lm_head_rescore",
+    },
 )
