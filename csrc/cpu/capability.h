@@ -6,8 +6,9 @@
 // Every kernel file of this folder is compiled once per capability, inside `namespace dmtp::DMTP_CAPABILITY`; which of
 // them runs is decided at the first call from the processor and DMTP_CPU_CAPABILITY.
 //
-// The objects are linked lowest capability first, behind those for any processor (CMakeLists.txt): of an inline function
-// that several of them emit the linker keeps the lowest copy, so no instruction reaches a processor that lacks it.
+// The objects are linked lowest capability first, behind those for any processor (CMakeLists.txt): of an inline
+// function that several of them emit the linker keeps the lowest copy, so no instruction reaches a processor that lacks
+// it.
 
 namespace dmtp {
 
