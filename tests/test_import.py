@@ -68,6 +68,7 @@ def test_import_brings_no_other_part(probe: dict[str, Any]) -> None:
     parts = {".".join(m.split(".")[:2]) for m in probe["new"]}
     above = {f"dmtp_kernels.{p}" for p in ("decode", "models", "training", "engines", "testing", "cli", "doctor")}
     assert not parts & above
+    assert not parts & {"dmtp_kernels._C", "dmtp_kernels._build"}, "the compiled module is loaded at the first call"
     others = {"triton", "typer", "rich", "safetensors", "matplotlib", "scipy"}
     assert not {m.split(".")[0] for m in probe["new"]} & others
 

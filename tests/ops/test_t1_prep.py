@@ -239,6 +239,14 @@ def test_out_form_writes_its_buffers_only() -> None:
         assert (buffer == (True if got.dtype == torch.bool else 77)).all()
 
 
+def test_buffers_of_inference_mode_serve_outside_it() -> None:
+    table, h, anchor = random(V, E), random(13, H, seed=1), torch.arange(13)  # a batch size of its own
+    with torch.inference_mode():
+        inside = fused_t1_prep(anchor, h, make_head(), table, make_fusion("residual"), mask_id=MASK)
+    outside = fused_t1_prep(anchor, h, make_head(), table, make_fusion("residual"), mask_id=MASK)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -60,7 +60,9 @@ def _select(args: PrepArgs) -> tuple[torch.Tensor, torch.Tensor]:
     batch = args.h_mtp.shape[0]
     owner = (threading.get_ident(), batch)
     if owner not in _selected:
-        _selected[owner] = torch.empty(batch, 1, dtype=torch.int64), torch.empty(batch, dtype=torch.int32)
+        # a tensor made in inference mode could not be written outside it
+        with torch.inference_mode(False):
+            _selected[owner] = torch.empty(batch, 1, dtype=torch.int64), torch.empty(batch, dtype=torch.int32)
     key, status = _selected[owner]
     backends.implementation("lm_head_select", args.h_mtp.device)(args.h_mtp, *head, 1, args.logit_dtype, key, status)
     return key, status
