@@ -41,7 +41,10 @@ def principal_directions(calibration: torch.Tensor, hidden: int, rank: int) -> t
     if not bool(states.isfinite().all()):
         raise ValueError("calibration: holds NaN or Inf, must be finite")
     check_range("rank", rank, 1, hidden)
-    return torch.linalg.eigh(states.T @ states).eigenvectors.flip(1)[:, :rank].T.contiguous()
+    if states.shape[0] >= hidden:
+        return torch.linalg.eigh(states.T @ states).eigenvectors.flip(1)[:, :rank].T.contiguous()
+    # few states: their own decomposition is far smaller than that of an [H, H] matrix
+    return torch.linalg.svd(states, full_matrices=rank > states.shape[0]).Vh[:rank].contiguous()
 
 
 def project_rows(weight: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
