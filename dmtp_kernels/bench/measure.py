@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from dmtp_kernels.ops._pages import zeros
+
 READ_BYTES = 1 << 29
 """Read by the bandwidth probe: more than the caches hold."""
 _FLUSH_BYTES = 1 << 28
@@ -39,7 +41,7 @@ def medians(entries: Mapping[str, Callable[[], object]], rounds: int, device: to
 
 def reader(device: torch.device) -> tuple[Callable[[], object], int]:
     """A streaming read of a buffer larger than the caches, and its bytes: the ceiling of a pass over a head."""
-    words = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
+    words = zeros((READ_BYTES // 8,), torch.int64, device).fill_(1)
     if device.type == "cuda":
         target = torch.empty_like(words)
         # on a GPU the ceiling is the copy: a reduction of this shape is a kernel of its own to tune

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dmtp_kernels.ops._pages import zeros
+
 _CHUNK_ELEMENTS = 1 << 22
 _TOP_MULTIPLIER = 127
 _ROW_BYTES = 16
@@ -55,7 +57,7 @@ def quantize(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tenso
     fmt = FORMATS[name]
     rows, hidden = weight.shape
     dtype = torch.int8 if fmt.bits == 8 else torch.uint8
-    codes = torch.zeros(codes_shape(name, rows, hidden), dtype=dtype, device=weight.device)
+    codes = zeros(codes_shape(name, rows, hidden), dtype, weight.device)
     scale = torch.empty(scale_shape(name, rows, hidden), dtype=torch.float32, device=weight.device)
     top = 2 ** (fmt.bits - 1) - 1
     for start, stop in row_chunks(rows, hidden):
