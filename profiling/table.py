@@ -14,7 +14,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)).rstrip()
         for line in [list(headers), *cells]
     ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths).rstrip(), *lines[1:]])
 
 
 def _text(value: object) -> str:

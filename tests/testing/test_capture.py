@@ -173,7 +173,7 @@ def test_every_decode_round_can_be_captured(method: str) -> None:
         return result
 
     engine.round_function = watched
-    engine.run([Request((1, 2, 3), 12, temperature=t, seed=1) for t in (0.0, 0.8)])
+    engine.run([Request((1, 2, 3), 6, temperature=t, seed=1) for t in (0.0, 0.8)])
     assert len(seen) > 1 and min(seen) > 50
 
 
