@@ -29,7 +29,10 @@ import torch
 from dmtp_kernels import _library, ops, use_backend
 from dmtp_kernels.ops._device import planned_for
 from dmtp_kernels.ops._spec import Traffic
+from dmtp_kernels.ops._variant import Variant
 from dmtp_kernels.testing.watch import Access, Launch, watch
+from profiling.launched import closest
+from profiling.resources import variants
 from profiling.table import table
 
 SECTOR = 32
@@ -120,7 +123,10 @@ class Counter:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of one case. `floor` and `ratio` are None where the floor depends on data."""
+    """One kernel of one case. `floor` and `ratio` are None where the floor depends on data.
+
+    `variant` names what `profiling.resources` compiled for these launches; None and `differs` say that it did not.
+    """
 
     op: str
     kernel: str
@@ -132,14 +138,16 @@ class Row:
     launches: int
     limit: float
     tensors: dict[str, int]
+    variant: str | None
+    differs: list[str]
 
     @property
     def within(self) -> bool:
         return self.ratio is None or self.ratio <= self.limit
 
 
-def measure(traffic: Traffic, run: Callable[..., object]) -> list[Row]:
-    """Count the kernels that `run(*inputs)` launches on the inputs of `traffic.case`.
+def measure(traffic: Traffic, run: Callable[..., object], variants: Sequence[Variant] = ()) -> list[Row]:
+    """Count the kernels that `run(*inputs)` launches on the inputs of `traffic.case`, and find them among `variants`.
 
     Raises:
         ValueError: a kernel was launched that `traffic.kernels` does not list, or one listed was not launched.
@@ -162,9 +170,24 @@ def measure(traffic: Traffic, run: Callable[..., object]) -> list[Row]:
         floor = None if floor_bytes is None else floor_bytes(*inputs)
         ratio = None if floor is None else count / floor
         moved = sum(s.moved for _, _, s in streams)
-        launches = len({id(launch) for launch, _, _ in streams})
+        launches = {id(launch): launch for launch, _, _ in streams}.values()
+        found = [closest(launch, variants) for launch in launches]
+        names = [name for name, differs in found if name is not None and not differs]
         rows.append(
-            Row(traffic.op, kernel, traffic.case.name, count, floor, ratio, moved, launches, traffic.limit, tensors)
+            Row(
+                op=traffic.op,
+                kernel=kernel,
+                case=traffic.case.name,
+                bytes=count,
+                floor=floor,
+                ratio=ratio,
+                moved=moved,
+                launches=len(launches),
+                limit=traffic.limit,
+                tensors=tensors,
+                variant=", ".join(sorted(set(names))) if len(names) == len(launches) else None,
+                differs=sorted({d for _, differs in found for d in differs}),
+            )
         )
     return rows
 
@@ -218,6 +241,10 @@ def report(rows: Sequence[Row], as_json: bool) -> int:
             )
         )
         print(RULE)
+        for r in rows:
+            if r.variant is None:
+                remark = "; ".join(r.differs) or "no variant of this kernel"
+                print(f"{r.case}, {r.kernel}: not as profiling.resources compiles it: {remark}")
     return 0 if all(row.within for row in rows) else 1
 
 
@@ -234,7 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found:
         print(f"no traffic cases{f' of {options.op}' if options.op else ''}", file=sys.stderr)
         return 2
-    return report([row for t in found for row in measure(t, run_op(t.op))], options.json)
+    compiled = [variant for _, variant in variants()]
+    return report([row for t in found for row in measure(t, run_op(t.op), compiled)], options.json)
 
 
 if __name__ == "__main__":

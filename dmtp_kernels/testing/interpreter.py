@@ -149,7 +149,9 @@ def _visit_for(self: Any, node: ast.For) -> ast.AST:
 def _run_grid(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         global _launch
-        _launch = watch.Launch(self.fn.__name__)
+        given = dict(zip(self.arg_names, arguments, strict=False)) | keywords
+        options = {k: given.pop(k) for k in set(given) - set(self.arg_names)}
+        _launch = watch.Launch(self.fn.__name__, given, options)
         try:
             with suspended(), np.errstate(all="ignore"):
                 return original(self, *arguments, **keywords)

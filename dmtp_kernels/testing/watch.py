@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +19,13 @@ import torch
 class Launch:
     """One launch of an interpreted kernel.
 
-    `tensors` maps argument names to the tensors passed (`name[0]`, `name[1]`, ... inside a tuple).
+    `tensors` maps argument names to the tensors passed (`name[0]`, `name[1]`, ... in a tuple), `arguments` has every
+    argument as it was given, `options` what the compiler would have been given besides.
     """
 
     kernel: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     program: tuple[int, int, int] = (0, 0, 0)
 

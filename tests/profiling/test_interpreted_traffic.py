@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from dmtp_kernels.ops._spec import Case, Traffic
+from dmtp_kernels.ops._variant import Variant
 from dmtp_kernels.testing import interpreter
 from profiling import traffic as tool
 from tests.testing import kernels
@@ -119,6 +121,41 @@ def test_launches_are_planned_for_a_gpu() -> None:
 
     tool.measure(of("row_sum_kernel"), run)
     assert seen == [tool.PROCESSORS] and processors(torch.device("cpu")) == 0
+
+
+GEMV = Variant(
+    name="row_sum_kernel/bf16",
+    kernel="tests.testing.kernels:row_sum_kernel",
+    signature={"w": "*bf16", "h": "*bf16", "y": "*fp32", "rows": "i32", "stride": "i32"},
+    constants={"H": H, "ROWS": 4, "BLOCK": 64},
+    aligned=("w", "h", "y", "stride"),
+)
+
+
+def test_a_launch_is_found_among_the_compiled_variants() -> None:
+    (row,) = tool.measure(of("row_sum_kernel"), gemv, [replace(GEMV, num_warps=8), GEMV])
+    assert row.variant == "row_sum_kernel/bf16" and row.differs == []
+    (row,) = tool.measure(of("row_sum_kernel"), gemv, [replace(GEMV, kernel="x:other_kernel")])
+    assert row.variant is None and row.differs == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_warps": 8}, "num_warps is 4"),
+        ({"options": {"maxnreg": 64}}, "maxnreg is None"),
+        ({"constants": {"H": H, "ROWS": 8, "BLOCK": 64}}, "ROWS is 4"),
+        ({"signature": {**GEMV.signature, "w": "*fp16"}}, "w is *bf16"),
+        ({"aligned": (*GEMV.aligned, "rows")}, "rows is not divisible by 16"),
+    ],
+)
+def test_a_launch_that_was_not_compiled_shows(
+    change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tool.measure(of("row_sum_kernel"), gemv, [replace(GEMV, **change)])
+    assert rows[0].variant is None and rows[0].differs == [message]
+    assert tool.report(rows, as_json=False) == 0
+    assert f"not as profiling.resources compiles it: {message}" in capsys.readouterr().out
 
 
 def test_report_says_the_rule_and_fails_beyond_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
