@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dmtp_kernels.ops._device import processors
 from dmtp_kernels.ops._variant import Variant
 
 REQUESTS = 8  # of one program, see kernels.py
@@ -62,16 +63,22 @@ _FMA = TailConfig(tensor_cores=False, rows=4, splits=1, depth=256, warps=4, stag
 _COPY = TailConfig(tensor_cores=False, rows=256, splits=1, depth=256, warps=4, stages=1)
 
 
-def tail_config(matrix: torch.Tensor | None, out_dtype: torch.dtype) -> TailConfig:
-    """Tensor cores sum to about 16 bits, which a 16-bit result does not show; anything else takes FMAs."""
+def tail_config(matrix: torch.Tensor | None, block: torch.Tensor) -> TailConfig:
+    """The knobs for a matrix and the block's dtype; large programs where they are interpreted."""
+    config = _tail_config(matrix, block.dtype)
+    return config if processors(block.device) else replace(config, rows=max(64, config.rows))
+
+
+def _tail_config(matrix: torch.Tensor | None, out_dtype: torch.dtype) -> TailConfig:
+    # tensor cores sum to about 16 bits, which a 16-bit result does not show
+    halves = (torch.bfloat16, torch.float16)
     if matrix is None:
         return _COPY
-    halves = (torch.bfloat16, torch.float16)
-    if matrix.dtype in halves and out_dtype in halves:
-        if matrix.shape[1] <= _SHORT.splits * _SHORT.depth:
-            return _SHORT
-        return _WIDE if matrix.dtype == torch.bfloat16 else _WIDE_FP16
-    return _FMA
+    if matrix.dtype not in halves or out_dtype not in halves:
+        return _FMA
+    if matrix.shape[1] <= _SHORT.splits * _SHORT.depth:
+        return _SHORT
+    return _WIDE if matrix.dtype == torch.bfloat16 else _WIDE_FP16
 
 
 _DOWN = (

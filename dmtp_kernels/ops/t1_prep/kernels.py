@@ -10,7 +10,9 @@ from dmtp_kernels.ops.lm_head.reference import UNCERTIFIED
 _UNCERTIFIED = tl.constexpr(UNCERTIFIED)
 # requests of one program: with it fixed, the bits of a request do not depend on how many there are
 REQUESTS = tl.constexpr(8)
-# streams are projected before their norm is known, this much smaller so that only the norm can overflow
+# Streams are projected before their norm is known. A value of 2**64 or more makes the mean square infinite and the norm
+# zero; until then it must not overflow. Tensor cores get all values this much smaller, FMAs only such values.
+_LARGE = tl.constexpr(2.0**64)
 _SHRINK = tl.constexpr(2.0**-32)
 _GROW = tl.constexpr(2.0**32)
 
@@ -87,7 +89,11 @@ def _project(
         if norm_ptrs is not None:
             squares = tl.fma(x, x, squares)
             norm = tl.load(norm_ptrs + start) if WHOLE else tl.load(norm_ptrs + start, mask=valid, other=0.0)
-            x *= tl.fma(norm.to(tl.float32), _SHRINK, offset * _SHRINK)
+            norm = norm.to(tl.float32)
+            if TENSOR_CORES:
+                x *= tl.fma(norm, _SHRINK, offset * _SHRINK)
+            else:
+                x = tl.where((tl.abs(x) >= _LARGE) & _finite(x), x * _SHRINK * _SHRINK, x) * (norm + offset)
         if TENSOR_CORES:
             acc = _multiply(w, x, acc)
         else:
@@ -99,10 +105,11 @@ def _project(
 
 
 @triton.jit
-def _norm(squares, size, eps):
-    """What undoes the shrinking and normalises `[N]`, and whether the mean square is finite `[N]`."""
+def _norm(squares, size, eps, TENSOR_CORES: tl.constexpr):
+    """The factor of the norm `[N]`, and whether the mean square is finite `[N]`."""
     mean = tl.div_rn(squares, tl.cast(size, tl.float32))
-    return tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * _GROW, _finite(mean)
+    factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    return factor * _GROW if TENSOR_CORES else factor, _finite(mean)
 
 
 @triton.jit
@@ -150,7 +157,7 @@ def t1_prep_down_kernel(
         hidden_ptr + b * hidden_stride, live, hidden_size, norm_m_ptr, offset_m, factor, matrix + hidden_column,
         inside, R, False, WHOLE, TENSOR_CORES, SPLITS, DEPTH, STAGES,
     )  # fmt: skip
-    scale, finite = _norm(squares, hidden_size, eps_m)
+    scale, finite = _norm(squares, hidden_size, eps_m, TENSOR_CORES)
     low = dots * scale[None, :]
     if norm_e_ptr is not None:
         _, t1, _ = _tokens(anchor, value, status, num_embeddings, status_ptr is not None)
@@ -159,7 +166,7 @@ def t1_prep_down_kernel(
             table_ptr + row * table_stride, live, width, norm_e_ptr, offset_e, factor, matrix,
             inside, R, SCALED, WHOLE, TENSOR_CORES, SPLITS, DEPTH, STAGES,
         )  # fmt: skip
-        scale, finite_e = _norm(squares, width, eps_e)
+        scale, finite_e = _norm(squares, width, eps_e, TENSOR_CORES)
         low += dots * scale[None, :]
         finite &= finite_e
     tl.store(low_ptr + b[None, :] * low_stride + r[:, None], low, mask=live[None, :] & inside[:, None])
@@ -207,7 +214,7 @@ def t1_prep_tail_kernel(
         if FACTORED:
             finite = tl.load(finite_ptr + b, mask=live, other=0) != 0
         else:
-            scale, finite = _norm(squares, hidden_size, eps_m)
+            scale, finite = _norm(squares, hidden_size, eps_m, TENSOR_CORES)
             dots *= scale[None, :]
 
     row, owned = _place(t1, start, table_rows)
@@ -231,7 +238,7 @@ def t1_prep_tail_kernel(
             table_ptr + row * table_stride, live, width, norm_e_ptr, offset_e, factor, matrix,
             inside, R, SCALED, WHOLE, TENSOR_CORES, SPLITS, DEPTH, STAGES,
         )  # fmt: skip
-        scale, finite_e = _norm(squares, width, eps_e)
+        scale, finite_e = _norm(squares, width, eps_e, TENSOR_CORES)
         dots += more * scale[None, :]
         finite &= finite_e
     if matrix_ptr is not None:

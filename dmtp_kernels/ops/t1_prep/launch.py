@@ -81,7 +81,7 @@ def tail(
         if fusion.up is not None:
             vectors, finite = _down(args, fusion, source, norm_e, column)
             matrix, norm_e, norm_m, column = fusion.up, None, None, 0
-        config = tail_config(matrix, block_embeds.dtype)
+        config = tail_config(matrix, block_embeds)
         kernels.t1_prep_tail_kernel[_grid(batch, width, config)](
             args.anchor_ids, *source.args(), vectors, vectors.stride(0), vectors.shape[1],
             args.embedding, args.embedding.stride(0), args.embedding.shape[0], width,
@@ -108,7 +108,7 @@ def _down(
     rank, stride = down.shape[0], -(-down.shape[0] // 16) * 16
     scratch = workspace("t1_prep_low", hidden.device, 4 * batch * (stride + 1)).view(torch.float32)
     low, finite = scratch[: batch * stride].view(batch, stride), scratch[batch * stride :].view(torch.int32)
-    config = tail_config(down, args.embedding.dtype)
+    config = tail_config(down, args.embedding)
     kernels.t1_prep_down_kernel[_grid(batch, rank, config)](
         args.anchor_ids, *source.args(), hidden, hidden.stride(0), hidden.shape[1],
         args.embedding, args.embedding.stride(0), args.embedding.shape[0], width,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._spec import Case, Spec, nbytes
+from dmtp_kernels.ops._spec import Case, Spec, Traffic, nbytes
 from dmtp_kernels.ops.lm_head import LMHead, pack_lm_head
 from dmtp_kernels.ops.t1_prep.args import PrepArgs
 from dmtp_kernels.ops.t1_prep.fold import fold_fusion
@@ -15,7 +15,9 @@ from dmtp_kernels.ops.t1_prep.fusion import Fusion
 _ROWS = 300
 
 
-def _fusion(generator: torch.Generator, mode: str, width: int, hidden: int, dtype: torch.dtype, alone: bool) -> Fusion:
+def _fusion(
+    generator: torch.Generator, mode: str, width: int, hidden: int, dtype: torch.dtype, alone: bool, rank: int
+) -> Fusion:
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) * 0.1).to(dtype)
 
@@ -24,7 +26,7 @@ def _fusion(generator: torch.Generator, mode: str, width: int, hidden: int, dtyp
     norms: dict[str, Any] = {"norm_m": random(hidden) + 1, "norm_e": None if alone else random(width) + 1}
     reads = hidden if alone else width + hidden
     if mode == "residual_low_rank":
-        return Fusion(mode=mode, down=random(11, reads), up=random(width, 11), **norms)
+        return Fusion(mode=mode, down=random(rank, reads), up=random(width, rank), **norms)
     return Fusion(mode=mode, weight=random(width, reads), offset_m=1.0, **norms)
 
 
@@ -53,6 +55,7 @@ def _case(
     anchors: int = 2,
     fold: bool = False,
     extras: bool = False,
+    rank: int = 11,
     shard: int = 0,
     index: torch.dtype = torch.int64,
 ) -> Any:
@@ -61,7 +64,7 @@ def _case(
         anchor = torch.randint(-2, _ROWS, (batch,), generator=generator).to(index)
         h_mtp = torch.randn(batch, hidden, generator=generator).to(dtype)
         fused = torch.randn(batch, hidden + 5, generator=generator).to(dtype) if extras else None
-        fusion = _fusion(generator, mode, width, hidden + 5 if extras else hidden, dtype, alone)
+        fusion = _fusion(generator, mode, width, hidden + 5 if extras else hidden, dtype, alone, rank)
         fusion = Fusion(**{**fusion.__dict__, "slots": slots})
         head = None if format is None else _head(generator, format, _ROWS, hidden, dtype)
         scalars = (
@@ -143,3 +146,63 @@ PREP = Spec(
 )
 
 SPECS = (PREP,)
+
+
+def _given(batch: int, width: int, **options: Any) -> Any:
+    """T1 given, as after a collective over the head's shards; every request live."""
+    make = _case(batch, width, width, format=None, **options)
+
+    def valid(generator: torch.Generator) -> tuple[Any, ...]:
+        args = PrepArgs(*make(generator))
+        anchor, t1 = torch.arange(2 * batch).view(2, batch)
+        return args._replace(anchor_ids=anchor, t1_override=t1)
+
+    return valid
+
+
+def _streams(args: PrepArgs) -> int:
+    """What the fusion reads besides its matrices."""
+    batch, width = args.anchor_ids.shape[0], args.embedding.shape[1]
+    row = 0 if args.norm_e is None else batch * width * args.embedding.element_size()
+    hidden = None if args.norm_m is None else args.hidden()
+    return nbytes(args.anchor_ids, args.t1_override, hidden, args.norm_e, args.norm_m) + row
+
+
+def _down_floor(*inputs: Any) -> int:
+    args = PrepArgs(*inputs)
+    assert args.fusion_down is not None
+    batch, rank = args.anchor_ids.shape[0], args.fusion_down.shape[0]
+    return _streams(args) + nbytes(args.fusion_down) + batch * (4 * rank + 4)
+
+
+def _tail_floor(*inputs: Any) -> int:
+    args = PrepArgs(*inputs)
+    batch, width = args.anchor_ids.shape[0], args.embedding.shape[1]
+    item, slots = args.embedding.element_size(), args.anchors + args.num_masks
+    rows = (batch * args.anchors + 1) * width * item  # the mask's too
+    written = batch * (8 + 8 * slots + slots * width * item + 1)
+    if args.fusion_up is None:
+        # the row of T1 is in the stream and in the sum
+        again = 0 if args.norm_e is None else batch * width * item
+        return _streams(args) - again + nbytes(args.fusion_weight) + rows + written
+    low = batch * (4 * args.fusion_up.shape[1] + 4)
+    return nbytes(args.anchor_ids, args.t1_override, args.fusion_up) + low + rows + written
+
+
+def _traffic(name: str, why: str, make: Any, *, low_rank: bool = False) -> Traffic:
+    kernels = {"t1_prep_tail_kernel": _tail_floor} | ({"t1_prep_down_kernel": _down_floor} if low_rank else {})
+    # only the table grows with the vocabulary, and of it the requests' rows and the mask's are read
+    return Traffic("fused_t1_prep", Case(name, why, make), kernels)
+
+
+TRAFFIC = (
+    _traffic("tail_2048_b8", "the widths of the 35B model, one full tile of requests", _given(8, 2048)),
+    _traffic("tail_2048_b1", "one request", _given(1, 2048)),
+    _traffic(
+        "tail_2048_rank256",
+        "low-rank residual, two launches",
+        _given(8, 2048, mode="residual_low_rank", rank=256),
+        low_rank=True,
+    ),
+    _traffic("tail_2048_plain", "no fusion", _given(8, 2048, mode="none")),
+)
