@@ -225,6 +225,20 @@ def test_rescore_outside_the_list_is_never_read() -> None:
         assert tokens(none) == [[-1], [-1]]
 
 
+def test_products_that_underflow_round_before_they_are_added() -> None:
+    # half of the least fp32 number rounds to 0, one and a half of it to two: a fused multiply-add gives another logit
+    w, h = torch.zeros(2, 300, dtype=torch.bfloat16), torch.full((1, 300), 2.0**-75, dtype=torch.bfloat16)
+    w[0, 0], w[0, 256] = 2.0**-74, 2.0**-75
+    # and with random mantissas around the least number
+    generator = torch.Generator().manual_seed(0)
+    many = (torch.randn(64, 300, generator=generator) * 2.0**-70).bfloat16()
+    w = torch.cat((w, many))
+    key = lm_head_rescore(h, w, torch.arange(66)[None], torch.tensor([66]), 66)
+    token, logit = decode_key(key[0])
+    assert logit[token == 0].tolist() == [2.0**-149]
+    assert torch.equal(logit[token.argsort()], canonical_dot(h, w)[0] + 0.0)
+
+
 def test_out_form_writes_its_buffers_only() -> None:
     w, h = random(200, 64), random(5, 64, seed=1)
     head = pack(w, "int8")

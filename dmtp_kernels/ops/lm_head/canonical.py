@@ -14,8 +14,8 @@ def canonical_dot(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Dot products with a fixed summation order.
 
     Lane j of 256 accumulates `hidden[i] * rows[i]` for i = j, j + 256, ... in that order, starting at zero; then
-    adjacent lanes are added pairwise, eight times. Multiply and add round separately (for bf16 and fp16 inputs the
-    product is exact in fp32, so a fused multiply-add gives the same bits). Accumulation is fp32, or float64 when an
+    adjacent lanes are added pairwise, eight times. Multiply and add round separately: a fused multiply-add gives other
+    bits, for bf16 inputs only where a product leaves the range of fp32 (fp16 products never do). Accumulation is fp32, or float64 when an
     input is float64. The result depends on its own two vectors only. The sign of a zero is not part of the contract.
 
     Args:

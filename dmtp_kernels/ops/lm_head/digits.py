@@ -12,7 +12,7 @@ def fixed_point(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row as `q * step` with whole q.
 
     With `e = floor(log2 max|h|) - 21`, `q = rint(h * 2^-e)` (half to even), so `|q| <= 2^22` and
-    `|h - q step| <= 2^-22 max|h|`: below a bf16 rounding of the greatest element by a factor of 2^13. A zero row has
+    `|h - q step| <= 2^-22 max|h|`: below a bf16 rounding of the greatest element by a factor of 2^14. A zero row has
     q = 0. A row whose greatest element is not finite or outside [2^-100, 2^100] cannot be screened: its step is NaN.
 
     Args:

@@ -136,7 +136,8 @@ def _radius(hidden: torch.Tensor, head: HeadArgs) -> torch.Tensor:
 
 
 def _length(rows: torch.Tensor) -> torch.Tensor:
-    return rows.norm(dim=1, keepdim=True).to(torch.float32) * (1 + 2.0**-20)  # [n, 1]
+    # up also where fp32 has few bits left; [n, 1]
+    return rows.norm(dim=1, keepdim=True).to(torch.float32) * (1 + 2.0**-20) + 2.0**-149
 
 
 def _shortlist(scores: torch.Tensor, named: torch.Tensor, groups: int) -> torch.Tensor:
