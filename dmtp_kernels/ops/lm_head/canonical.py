@@ -15,8 +15,9 @@ def canonical_dot(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     Lane j of 256 accumulates `hidden[i] * rows[i]` for i = j, j + 256, ... in that order, starting at zero; then
     adjacent lanes are added pairwise, eight times. Multiply and add round separately: a fused multiply-add gives other
-    bits, for bf16 inputs only where a product leaves the range of fp32 (fp16 products never do). Accumulation is fp32, or float64 when an
-    input is float64. The result depends on its own two vectors only. The sign of a zero is not part of the contract.
+    bits, for bf16 inputs only where a product leaves the range of fp32 (fp16 products never do). Accumulation is fp32,
+    or float64 when an input is float64. The result depends on its own two vectors only. The sign of a zero is not part
+    of the contract.
 
     Args:
         hidden: `[n, H]` floating point.
