@@ -85,6 +85,7 @@ LM_HEAD_SELECT = define_op(
     shapes=_shapes_select,
     check=_check_select,
     implementations={
+        "triton": "dmtp_kernels.ops.lm_head.launch:lm_head_select",
         "cpu": "dmtp_kernels.ops.lm_head.cpu:lm_head_select",
         "reference": "dmtp_kernels.ops.lm_head.reference:lm_head_select",
     },
@@ -97,6 +98,7 @@ LM_HEAD_SCREEN = define_op(
     shapes=_shapes_screen,
     check=_check_screen,
     implementations={
+        "triton": "dmtp_kernels.ops.lm_head.launch:lm_head_screen",
         "cpu": "dmtp_kernels.ops.lm_head.cpu:lm_head_screen",
         "reference": "dmtp_kernels.ops.lm_head.reference:lm_head_screen",
     },
@@ -110,6 +112,7 @@ LM_HEAD_RESCORE = define_op(
     shapes=_shapes_rescore,
     check=_check_rescore,
     implementations={
+        "triton": "dmtp_kernels.ops.lm_head.launch:lm_head_rescore",
         "cpu": "dmtp_kernels.ops.lm_head.cpu:lm_head_rescore",
         "reference": "dmtp_kernels.ops.lm_head.reference:lm_head_rescore",
     },
