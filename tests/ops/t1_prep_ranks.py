@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from dmtp_kernels import use_backend
+from dmtp_kernels import backends, use_backend
 from dmtp_kernels.ops.lm_head import LMHead, pack_lm_head
 from dmtp_kernels.ops.t1_prep import Fusion
 from dmtp_kernels.ops.t1_prep.distributed import fused_t1_prep_sharded
@@ -172,19 +172,26 @@ def _states_differ() -> Case:
     return dataclasses.replace(_rows(weight, hidden), shard=shard)
 
 
+def forced(backend: str) -> Any:
+    """The backend for T1 preparation and, where it has one, for the head."""
+    cpu = torch.device("cpu")
+    ops = [op for op in ("fused_t1_prep", "lm_head_select") if backends.unavailable(op, backend, cpu) is None]
+    return use_backend(backend, *ops)
+
+
 def call(case: Case, head: LMHead, **options: Any) -> Outputs:
     inputs = {"h_mtp": case.hidden, "embedding": case.table} | case.options | options
     return fused_t1_prep_sharded(case.anchor, inputs.pop("h_mtp"), head, inputs.pop("embedding"), case.fusion, **inputs)
 
 
-def run_rank(rank: int, folder: str, backends: list[str]) -> None:
+def run_rank(rank: int, folder: str, names: list[str]) -> None:
     """All four ranks together, and each half of them, on every backend."""
     halves = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
     groups = [(4, rank, distributed.group.WORLD), (2, rank % 2, halves[rank // 2])]
     results: dict[tuple[str, int, str], tuple[Outputs, int]] = {}
-    for backend in backends:
+    for backend in names:
         with ExitStack() as stack:
-            stack.enter_context(use_backend(backend, "fused_t1_prep"))
+            stack.enter_context(forced(backend))
             if backend == "triton":
                 from dmtp_kernels.testing import interpreter, watch
 

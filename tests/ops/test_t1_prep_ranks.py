@@ -73,7 +73,7 @@ def alone(backend: str, name: str) -> tuple[torch.Tensor, ...]:
         from dmtp_kernels.testing import interpreter
 
         interpreter.install()
-    with use_backend(backend, "fused_t1_prep"):
+    with t1_prep_ranks.forced(backend):
         return fused_t1_prep(case.anchor, case.hidden, case.head, case.table, case.fusion, **case.options)
 
 
