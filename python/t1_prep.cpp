@@ -68,9 +68,6 @@ void bind_t1_prep(py::module_& m) {
         if (p.block_embeds.size[2] > 1 && p.block_embeds.stride[2] != 1) {
           throw std::invalid_argument("block_embeds: last dimension must be contiguous (stride 1)");
         }
-        const int64_t rank = p.up ? p.up.size[1] : 0, depth = p.first ? p.first.size[1] : 0;
-        const int64_t floats = t1_prep_scratch(p.anchor_ids.size[0], depth, rank, p.embedding.size[1]);
-        p.scratch = static_cast<float*>(scratch(floats * sizeof(float)));
         p.parallel = parallel_for();
         py::gil_scoped_release release;
         t1_prep(p);

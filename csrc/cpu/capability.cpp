@@ -27,8 +27,8 @@ bool has_amx() {
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
     return false;
   }
-  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
-  if ((d & kTile) == 0 || (d & kInt8) == 0) {
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  if ((d & kBf16) == 0 || (d & kTile) == 0 || (d & kInt8) == 0) {
     return false;
   }
   // the system keeps tiles only for a process that has asked

@@ -12,8 +12,8 @@
 
 namespace dmtp {
 
-// avx2: AVX2, FMA and F16C. avx512: F, BW, CD, DQ, VL, VNNI and VBMI. amx: avx512 and int8 tiles the system has
-// granted.
+// avx2: AVX2, FMA and F16C. avx512: F, BW, CD, DQ, VL, VNNI and VBMI. amx: avx512, and int8 and bf16 tiles
+// that the system has granted.
 enum class Capability { baseline, avx2, avx512, amx };
 
 // The capability in force. Throws std::invalid_argument when DMTP_CPU_CAPABILITY names none.

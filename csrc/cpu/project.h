@@ -4,13 +4,13 @@
 
 namespace dmtp::DMTP_CAPABILITY {
 
-// Matrix rows and vectors that one pass keeps in registers.
+// Matrix rows and vectors whose sums one pass keeps in registers.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 4, kTileVectors = 4;
+constexpr int kBlockRows = 4, kBlockVectors = 4;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 2, kTileVectors = 2;
+constexpr int kBlockRows = 2, kBlockVectors = 2;
 #else
-constexpr int kTileRows = 2, kTileVectors = 1;
+constexpr int kBlockRows = 2, kBlockVectors = 1;
 #endif
 
 // Bytes of each row fetched ahead, across the end of the tile: without it one thread reads 16 % slower (24 matrices of
@@ -76,10 +76,10 @@ struct Projection {
   template <int R>
   void rows(int64_t row, int64_t batch) const {
     int64_t i = 0;
-    if (batch >= kTileVectors) {
-      tile<R, kTileVectors, true>(row, 0);
-      for (i = kTileVectors; i + kTileVectors <= batch; i += kTileVectors) {
-        tile<R, kTileVectors, false>(row, i);
+    if (batch >= kBlockVectors) {
+      tile<R, kBlockVectors, true>(row, 0);
+      for (i = kBlockVectors; i + kBlockVectors <= batch; i += kBlockVectors) {
+        tile<R, kBlockVectors, false>(row, i);
       }
     } else if (batch > 0) {
       tile<R, 1, true>(row, 0);
@@ -93,8 +93,8 @@ struct Projection {
   // Rows [begin, end) with `batch` vectors; each row is read from memory once.
   void operator()(int64_t begin, int64_t end, int64_t batch) const {
     int64_t row = begin;
-    for (; row + kTileRows <= end; row += kTileRows) {
-      rows<kTileRows>(row, batch);
+    for (; row + kBlockRows <= end; row += kBlockRows) {
+      rows<kBlockRows>(row, batch);
     }
     for (; row < end; ++row) {
       rows<1>(row, batch);

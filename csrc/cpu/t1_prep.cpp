@@ -1,138 +1,26 @@
 #include "t1_prep.h"
 
 #include <algorithm>
-#include <cfloat>
 
 #include "project.h"
-#include "vector.h"
+#include "project_tiles.h"
+#include "scratch.h"
+#include "t1_rows.h"
 
 namespace dmtp::DMTP_CAPABILITY {
 namespace {
 
-constexpr int kCanonicalLanes = 256;
-constexpr int64_t kGrain =
-    1 << 15;  // multiply-adds or elements below which a second thread does not pay (not measured)
-
-template <class F>
-void with_type(DType type, F f) {
-  switch (type) {
-    case DType::bf16:
-      return f(Bf16{});
-    case DType::f16:
-      return f(Fp16{});
-    default:
-      return f(float{});
-  }
-}
+// Multiply-adds per thread: a second one costs 2 to 4 us, about what these take.
+constexpr int64_t kGrain = 1 << 17;
 
 int64_t index_at(const Tensor& t, int64_t i) {
   return t.dtype == DType::i32 ? *t.row<int32_t>(i) : *t.row<int64_t>(i);
 }
 
-bool finite(float x) {
-  return std::fabs(x) <= FLT_MAX;
-}
-
-void store_part(const Floats& x, int64_t n, float* out) {
-  float lanes[kLanes];
-  x.store(lanes);
-  std::memcpy(out, lanes, n * sizeof(float));
-}
-
-// The canonical dot of x with itself (dmtp_kernels/ops/lm_head/canonical.py).
-float squares(const float* x, int64_t n) {
-  constexpr int kVectors = kCanonicalLanes / kLanes;
-  Floats lanes[kVectors];
-  for (Floats& lane : lanes) {
-    lane = Floats::zero();
-  }
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const Floats v = i + kLanes <= n ? Floats::load(x + i) : load_part(x + i, n - i);
-    Floats& lane = lanes[i / kLanes % kVectors];
-    lane = lane + v * v;
-  }
-  float tree[kCanonicalLanes];
-  for (int j = 0; j < kVectors; ++j) {
-    lanes[j].store(tree + j * kLanes);
-  }
-  for (int width = kCanonicalLanes / 2; width >= 1; width /= 2) {
-    for (int j = 0; j < width; ++j) {
-      tree[j] = tree[2 * j] + tree[2 * j + 1];
-    }
-  }
-  return tree[0];
-}
-
-// Norms x[n] in place; whether its mean square is finite.
-bool rms_norm(float* x, int64_t n, const Tensor& weight, float eps, float offset) {
-  const float mean = squares(x, n) / static_cast<float>(n);
-  const Floats inverse = Floats::all(1.0f / std::sqrt(mean + eps)), shift = Floats::all(offset);
-  with_type(weight.dtype, [&](auto type) {
-    const auto* w = weight.row<decltype(type)>(0);
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      (Floats::load(x + i) * inverse * (Floats::load(w + i) + shift)).store(x + i);
-    }
-    if (i < n) {
-      store_part(load_part(x + i, n - i) * inverse * (load_part(w + i, n - i) + shift), n - i, x + i);
-    }
-  });
-  return finite(mean);
-}
-
-template <class T>
-void widen(const T* from, int64_t n, float* to) {
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = to_float(from[i]);
-  }
-}
-
-// n elements times the factor, each step rounded to T; the very bits when there is nothing to round.
-template <class From, class T>
-void plain_row(const From* from, int64_t n, float factor, T* to) {
-  if constexpr (std::is_same_v<From, T>) {
-    if (factor == 1.0f) {
-      std::memcpy(to, from, n * sizeof(T));
-      return;
-    }
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    const T value = from_float<T>(to_float(from[i]));
-    to[i] = factor == 1.0f ? value : from_float<T>(to_float(value) * factor);
-  }
-}
-
-// `to` holds the plain embedding; a residual that is zero or not finite leaves its bits alone.
-template <class T>
-void add_residual(const float* delta, int64_t n, T* to) {
-  for (int64_t i = 0; i < n; ++i) {
-    const T whole = from_float<T>(to_float(to[i]) + delta[i]);
-    to[i] = delta[i] != 0.0f && finite(delta[i]) ? whole : to[i];
-  }
-}
-
-template <class T>
-void replace(const float* delta, int64_t n, T* to) {
-  for (int64_t i = 0; i < n; ++i) {
-    to[i] = finite(delta[i]) ? from_float<T>(delta[i]) : to[i];
-  }
-}
-
-template <class F, class T>
-void add_to_folded(const F* folded, const float* delta, int64_t n, T1Fusion fusion, T* to) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float whole = to_float(folded[i]) + delta[i];
-    if (fusion == T1Fusion::replace) {
-      to[i] = finite(delta[i]) ? from_float<T>(whole) : to[i];
-    } else {
-      const F kept = delta[i] != 0.0f && finite(delta[i]) ? from_float<F>(whole) : folded[i];
-      if constexpr (std::is_same_v<F, T>) {
-        to[i] = kept;
-      } else {
-        to[i] = from_float<T>(to_float(kept));
-      }
-    }
-  }
+// Distance in floats between the vectors of two requests: whole steps, and never a multiple of a page, so that several
+// of them share the first cache.
+int64_t stride_of(int64_t n) {
+  return pieces(n, kTileDepth) * kTileDepth + kLanes;
 }
 
 class Call {
@@ -146,13 +34,11 @@ class Call {
     if (p.fusion != T1Fusion::none) {
       reads_embedding = p.norm_e && !p.folded;
       skipped = p.folded ? width : 0;
-      depth = p.first.size[1] - skipped;
-      stream_stride = t1_prep_stride(depth);
-      rank_stride = p.up ? t1_prep_stride(p.up.size[1]) : 0;
-      width_stride = t1_prep_stride(width);
-      streams = p.scratch;
-      ranks = streams + batch * stream_stride;
-      deltas = ranks + batch * rank_stride;
+      streams = take_vectors(p.first.size[1] - skipped, p.first);
+      if (p.up) {
+        ranks = take_vectors(p.up.size[1], p.up);
+      }
+      deltas = take_vectors(width, {});
     }
   }
 
@@ -161,29 +47,60 @@ class Call {
       place_ids(b);
     }
     if (p.fusion != T1Fusion::none) {
-      p.parallel(batch, kGrain / (depth + 1) + 1, [this](int64_t begin, int64_t end) {
+      p.parallel(batch, kGrain / (streams.depth + 1) + 1, [this](int64_t begin, int64_t end) {
         for (int64_t b = begin; b < end; ++b) {
           make_stream(b);
         }
       });
+      split_vectors(streams);
       if (p.up) {
-        over_columns(p.first.size[0], depth, [this](int64_t begin, int64_t end) {
-          project(p.first, skipped, depth, streams, stream_stride, ranks, rank_stride, begin, end);
-        });
-        clear_padding(ranks, p.first.size[0], rank_stride);
+        over_columns(ranks.depth, streams.depth,
+                     [this](int64_t begin, int64_t end) { project(p.first, skipped, streams, ranks, begin, end); });
+        for (int64_t b = 0; b < batch; ++b) {
+          clear_padding(ranks, b);
+        }
+        split_vectors(ranks);
       }
     }
-    over_columns(width, p.up ? p.up.size[1] : depth, [this](int64_t begin, int64_t end) {
+    over_columns(width, p.up ? ranks.depth : streams.depth, [this](int64_t begin, int64_t end) {
       if (p.up) {
-        project(p.up, 0, p.up.size[1], ranks, rank_stride, deltas, width_stride, begin, end);
+        project(p.up, 0, ranks, deltas, begin, end);
       } else if (p.fusion != T1Fusion::none) {
-        project(p.first, skipped, depth, streams, stream_stride, deltas, width_stride, begin, end);
+        project(p.first, skipped, streams, deltas, begin, end);
       }
       with_type(p.embedding.dtype, [&](auto type) { write_columns<decltype(type)>(begin, end); });
     });
   }
 
  private:
+  // One vector per request, in fp32 and, for a matrix that runs on tiles, as those read it.
+  struct Vectors {
+    float* data = nullptr;
+    int64_t depth = 0, stride = 0;
+    uint32_t* words = nullptr;
+
+    float* of(int64_t b) const { return data + b * stride; }
+  };
+
+  Vectors take_vectors(int64_t depth, const Tensor& matrix) {
+    Vectors out{nullptr, depth, stride_of(depth), nullptr};
+    out.data = scratch.take<float>(batch * out.stride);
+    if (kHasTiles && matrix.dtype == DType::bf16) {
+      out.words = scratch.take<uint32_t>(split_words(depth, batch));
+    }
+    return out;
+  }
+
+  void split_vectors(const Vectors& v) {
+    if (v.words != nullptr) {
+      const int64_t steps = split_words(v.depth, batch) / kTileWords;
+      p.parallel(steps, kGrain / kTileWords,
+                 [&](int64_t begin, int64_t end) { split(v.data, v.stride, v.depth, batch, begin, end, v.words); });
+    }
+  }
+
+  void clear_padding(const Vectors& v, int64_t b) { std::fill(v.of(b) + v.depth, v.of(b) + v.stride, 0.0f); }
+
   void place_ids(int64_t b) {
     constexpr int32_t kUncertified = 2;
     int64_t anchor = index_at(p.anchor_ids, b), token = index_at(p.token, b);
@@ -204,7 +121,7 @@ class Call {
 
   // One RMSNorm of each stream, the embedding first.
   void make_stream(int64_t b) {
-    float* x = streams + b * stream_stride;
+    float* x = streams.of(b);
     bool all_finite = true;
     int64_t done = 0;
     if (reads_embedding) {
@@ -226,30 +143,34 @@ class Call {
     const int64_t hidden = p.hidden.size[1];
     with_type(p.hidden.dtype, [&](auto type) { widen(p.hidden.row<decltype(type)>(b), hidden, x + done); });
     all_finite = rms_norm(x + done, hidden, p.norm_m, p.eps_m, p.offset_m) && all_finite;
-    std::fill(x + depth, x + stream_stride, 0.0f);
+    clear_padding(streams, b);
     bool* certified = p.certified.row<bool>(b);
     *certified = *certified && all_finite;
-  }
-
-  void clear_padding(float* vectors, int64_t n, int64_t stride) {
-    for (int64_t b = 0; b < batch; ++b) {
-      std::fill(vectors + b * stride + n, vectors + (b + 1) * stride, 0.0f);
-    }
   }
 
   // Cuts columns over the threads, in whole vectors.
   template <class Body>
   void over_columns(int64_t columns, int64_t work, Body body) {
     const int64_t each = (work + slots) * batch * kLanes;
-    p.parallel(round_up(columns, kLanes) / kLanes, kGrain / (each + 1) + 1,
+    p.parallel(pieces(columns, kLanes), kGrain / (each + 1) + 1,
                [&](int64_t begin, int64_t end) { body(begin * kLanes, std::min(end * kLanes, columns)); });
   }
 
-  void project(const Tensor& matrix, int64_t column, int64_t columns, const float* x, int64_t x_stride, float* out,
-               int64_t out_stride, int64_t begin, int64_t end) {
+  // to[row] = matrix[row, column :] . from, rows [begin, end). Which rows run on tiles depends on the matrix alone.
+  void project(const Tensor& matrix, int64_t column, const Vectors& from, const Vectors& to, int64_t begin,
+               int64_t end) {
+    const int64_t row_stride = matrix.stride[0];
+#if defined(__AMX_BF16__)
+    if (from.words != nullptr) {
+      const TileProjection tiles{
+          matrix.row<Bf16>(0) + column, row_stride, from.depth, from.words, batch, to.data, to.stride};
+      begin = tiles(begin, end);
+    }
+#endif
     with_type(matrix.dtype, [&](auto type) {
-      const auto* first = matrix.row<decltype(type)>(0) + column;
-      Projection<decltype(type)>{first, matrix.stride[0], columns, x, x_stride, out, out_stride}(begin, end, batch);
+      using W = decltype(type);
+      const W* first = matrix.row<W>(0) + column;
+      Projection<W>{first, row_stride, from.depth, from.data, from.stride, to.data, to.stride}(begin, end, batch);
     });
   }
 
@@ -277,7 +198,7 @@ class Call {
           plain_row(p.embedding.row<T>(local) + begin, n, p.embed_scale, out);
         }
         if (p.fusion != T1Fusion::none && (p.at_masks ? s > fused_slot : s == fused_slot)) {
-          fuse(deltas + b * width_stride + begin, local, begin, n, out);
+          fuse(deltas.of(b) + begin, local, begin, n, out);
         }
       }
     }
@@ -299,8 +220,9 @@ class Call {
   const T1Prep& p;
   int64_t batch, width, slots, fused_slot;
   bool reads_embedding = false;
-  int64_t skipped = 0, depth = 0, stream_stride = 0, rank_stride = 0, width_stride = 0;
-  float *streams = nullptr, *ranks = nullptr, *deltas = nullptr;  // [B, depth], [B, r], [B, E]
+  int64_t skipped = 0;  // leading columns of the matrix that the folded table stands for
+  Scratch scratch;
+  Vectors streams, ranks, deltas;  // [B, in], [B, r], [B, E]
 };
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/stable/c/shim.h>
 
-#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -52,19 +51,6 @@ Tensor view(const at::Tensor& tensor) {
 
 Tensor view(const std::optional<at::Tensor>& tensor) {
   return tensor ? view(*tensor) : Tensor{};
-}
-
-void* scratch(int64_t bytes) {
-  constexpr int64_t kAlign = 64;
-  thread_local std::unique_ptr<char[]> memory;
-  thread_local int64_t size = 0;
-  if (size < bytes + kAlign) {
-    memory.reset();
-    memory.reset(new char[bytes + kAlign]);
-    size = bytes + kAlign;
-  }
-  const auto address = reinterpret_cast<uintptr_t>(memory.get());
-  return memory.get() + ((address + kAlign - 1) / kAlign * kAlign - address);
 }
 
 ParallelFor parallel_for() {

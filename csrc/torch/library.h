@@ -13,9 +13,6 @@ namespace dmtp {
 Tensor view(const at::Tensor&);
 Tensor view(const std::optional<at::Tensor>&);
 
-// At least `bytes` of memory that this thread keeps for the kernels it calls, aligned to 64; its content is undefined.
-void* scratch(int64_t bytes);
-
 // at::parallel_for and how many threads it may use now.
 ParallelFor parallel_for();
 

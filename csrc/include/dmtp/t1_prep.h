@@ -32,23 +32,7 @@ struct T1Prep {
   Tensor block_embeds;  // [B, S, E], out
   Tensor certified;     // [B] bool, out
 
-  float* scratch;  // of t1_prep_scratch floats
   ParallelFor parallel;
 };
-
-constexpr int64_t round_up(int64_t n, int64_t step) {
-  return (n + step - 1) / step * step;
-}
-
-// Distance in floats between the vectors of two requests: whole registers, and never a multiple of a page, so that
-// several of them share the first cache.
-constexpr int64_t t1_prep_stride(int64_t n) {
-  return round_up(n, 16) + 16;
-}
-
-// Floats of scratch: streams, low-rank vectors and residuals of every request.
-constexpr int64_t t1_prep_scratch(int64_t batch, int64_t in, int64_t rank, int64_t width) {
-  return batch * (t1_prep_stride(in) + t1_prep_stride(rank) + t1_prep_stride(width));
-}
 
 }  // namespace dmtp
