@@ -75,9 +75,10 @@ def screen_config(name: str, n: int, rows: int, size: int, element: int, process
         return ScreenConfig(max(16, min(8192, _power(rows))), states, max(32, min(PADDING, _power(size))), 1, 4)
     if name in ("int8_g64", "int6_g64", "int4_g32"):
         # not measured. Two warps, so that a 32-column plane of the digits is at least 4 bytes a thread and is copied
-        # asynchronously too, and so that sums of groups come from mma, not wgmma, whose results need a wait each.
-        # 6 programs x 3 stages x 4 KB (int4) in flight
-        return ScreenConfig(64 if states < 32 else 32, min(states, 32), 128, 4, 2)
+        # asynchronously too, and so that sums of groups come from mma, not wgmma, whose results need a wait each:
+        # 6 programs x 3 stages x 4 KB (int4) in flight. More states in tiles of 16, that share the rows through the L2
+        # cache: the accumulators of 32 spill under triton 3.6
+        return ScreenConfig(64, 8, 128, 4, 2) if states == 8 else ScreenConfig(128, 16, 128, 4, 4)
     if name == "dense":
         # not measured: 2 programs x 4 stages x 16 KB; fp32 products take no tensor cores, so smaller steps
         return ScreenConfig(
@@ -97,15 +98,15 @@ def factor_config(processors: int) -> ScreenConfig:
     return ScreenConfig(16 if processors else 512, 1, 256, 1, 4)
 
 
-def finish_config(n: int, groups: int, group: int, processors: int) -> FinishConfig:
+def finish_config(n: int, groups: int, group: int, processors: int, scan: bool = False) -> FinishConfig:
     """How survivors are shared out: enough programs to read all rows at full speed, should they all survive."""
     rows = 16
     if processors == 0:
         return FinishConfig(256, 4096, 1, 1, 4)
     # not measured: three programs a multiprocessor, 16 rows x 512 bytes x 3 stages in flight each. A block of 256
-    # groups, as many as there are lanes, costs twice the registers
+    # groups, as many as there are lanes, costs twice the registers, and so do large blocks of a scan
     splits = max(1, min(-(-3 * processors // max(n, 1)), -(-groups * group // (4 * rows))))
-    return FinishConfig(rows, 512, splits, 4, 4, 168)
+    return FinishConfig(rows, 128 if scan else 512, splits, 4, 4, 168)
 
 
 def pool_config(groups: int, rank: int) -> PoolConfig:

@@ -13,13 +13,14 @@ from dmtp_kernels.ops.lm_head.kernels import ABSENT, ordered, token_ids
 from dmtp_kernels.ops.lm_head.reference import _HUGE
 
 _RADIUS_LIMIT = tl.constexpr(_HUGE)
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+# the interpreter has no inline assembly
+_PACKED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _shift(x, BITS: tl.constexpr, PACKED: tl.constexpr):
-    """Bytes shifted right, left for negative BITS. PACKED shifts four as one word: mask off what crosses bytes."""
-    if PACKED:
+def _shift(x, BITS: tl.constexpr):
+    """Bytes shifted right, left for negative BITS. Four are shifted as one word: mask off what crosses bytes."""
+    if _PACKED:
         if BITS == 4:
             x = tl.inline_asm_elementwise("shr.b32 $0, $1, 4;", "=r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
         elif BITS == 2:
@@ -123,7 +124,7 @@ def _int8_g64_scores(
 @triton.jit
 def _int6_g64_scores(
     rows, real, digits, sums, live, step, scales, size, padded,
-    V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, 32)
     zero = tl.zeros((V, N), tl.int32)
@@ -136,9 +137,9 @@ def _int6_g64_scores(
             scale = tl.load(scales + group, mask=real & (group * 64 < size), other=0.0)
             dots = _starts(sums + group, padded // 64, live, zero)
             at = digits[None, :] + (group * 64 + column)[:, None]
-            w = (low & 15) | (_shift(high, 4 * i - 4, PACKED) & 48)
+            w = (low & 15) | (_shift(high, 4 * i - 4) & 48)
             dots = _digit_dots(w.to(tl.int8, bitcast=True), at, padded, live[None, :], dots[0], dots[1], dots[2])
-            w = (_shift(low, 4, PACKED) & 15) | (_shift(high, 4 * i - 2, PACKED) & 48)
+            w = (_shift(low, 4) & 15) | (_shift(high, 4 * i - 2) & 48)
             dots = _digit_dots(w.to(tl.int8, bitcast=True), at + 32, padded, live[None, :], dots[0], dots[1], dots[2])
             score = _add_group(score, dots[0], dots[1], dots[2], scale)
     return score * step[None, :]
@@ -147,7 +148,7 @@ def _int6_g64_scores(
 @triton.jit
 def _int4_g32_scores(
     rows, real, digits, sums, live, step, scale, row, size, padded,
-    V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, 32)
     blocks = (size + 63) // 64
@@ -166,7 +167,7 @@ def _int4_g32_scores(
             for half in tl.static_range(2):
                 group = block * 2 + half
                 dots = _starts(sums + group, padded // 32, live, zero)
-                code = (_shift(w, 4 * half, PACKED) & 15).to(tl.int8, bitcast=True)
+                code = (_shift(w, 4 * half) & 15).to(tl.int8, bitcast=True)
                 at = digits[None, :] + (group * 32 + column)[:, None]
                 dots = _digit_dots(code, at, padded, live[None, :], dots[0], dots[1], dots[2])
                 multiplier = ((word >> (16 * i + 8 * half)) & 127)[:, None]
@@ -248,7 +249,6 @@ def lm_head_screen_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
 ):
     """Scores of a tile of rows for a tile of states, kept in registers; see `_report` for what is written."""
     # programs that share rows are neighbours, so the rows come from memory once
@@ -276,11 +276,11 @@ def lm_head_screen_kernel(
     elif FORMAT == "int6_g64":
         scale_at = scale + wide_row * stride_scale
         score = _int6_g64_scores(
-            row_at, real, state_at, sums_at, live, unit, scale_at, size, padded, BLOCK_V, BLOCK_N, STAGES, PACKED
+            row_at, real, state_at, sums_at, live, unit, scale_at, size, padded, BLOCK_V, BLOCK_N, STAGES
         )
     else:
         score = _int4_g32_scores(
-            row_at, real, state_at, sums_at, live, unit, scale, row, size, padded, BLOCK_V, BLOCK_N, STAGES, PACKED
+            row_at, real, state_at, sums_at, live, unit, scale, row, size, padded, BLOCK_V, BLOCK_N, STAGES
         )
     named = real if MAP == 0 else token_ids(row, real, id_map, id_offset, MAP) >= 0
     _report(

@@ -120,7 +120,7 @@ def _select(hidden: torch.Tensor, head: HeadArgs, k: int, bf16: bool, key: torch
             prepare(hidden, head, {}, *preset)
     else:
         groups = screen(hidden, head, k, config.CERTIFIED_GROUP, *preset)
-    shape = config.finish_config(n, groups.total, groups.size, processors(hidden.device))
+    shape = config.finish_config(n, groups.total, groups.size, processors(hidden.device), groups.upper is None)
     top = _power(k)
     lists = None if k == 1 else _lists(n, shape.splits, top, hidden.device)
     kernels_finish.lm_head_finish_kernel[(n, shape.splits)](

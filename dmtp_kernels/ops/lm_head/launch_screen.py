@@ -24,7 +24,7 @@ class Groups(NamedTuple):
     stride: int = 0
     upper: torch.Tensor | None = None  # [n, stride] int32, None: every row is scored
     pool: torch.Tensor | None = None  # [n, pool_stride] int32, of which `held` are used
-    pool_stride: int = 1
+    pool_stride: int = 0
     held: int = 1
     rank: int = 1
     block: int = 1  # held, rounded up to a power of two
@@ -119,7 +119,7 @@ def prepare(
 
 
 def _score(hidden: torch.Tensor, head: HeadArgs, scratch: dict[str, Any], sizes: _Sizes, groups: Groups) -> None:
-    n, columns, padded, per_sum, _ = sizes
+    n, columns, padded, per_sum, factor = sizes
     dense = head.format == "dense"
     name = "int8" if head.format == "low_rank" else head.format
     rows = head.weight if dense else head.codes if head.up is None else head.up
@@ -132,10 +132,10 @@ def _score(hidden: torch.Tensor, head: HeadArgs, scratch: dict[str, Any], sizes:
         scratch["best"], scratch["upper"], scratch["lower"],
         n, head.num_valid, head.id_offset, columns, padded, groups.total, groups.stride,
         rows.stride(0), 0 if head.scale is None else head.scale.stride(0),
-        hidden.stride(0) if dense else 3 * padded, 3 * (padded // per_sum),
+        hidden.stride(0) if dense else 3 * padded, 3 * (padded // per_sum) if factor else 0,
         FORMAT=name, CERTIFIED=head.certified, MAP=MAPS[head.id_map_mode], GROUP=groups.size,
         BLOCK_V=shape.block_v, BLOCK_N=shape.block_n, BLOCK_K=shape.block_k,
-        PACKED=not kernels_screen.INTERPRETED, **options(shape),
+        **options(shape),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._spec import Case, Spec, nbytes
+from dmtp_kernels.ops._spec import Case, Spec, Traffic, nbytes
 from dmtp_kernels.ops.lm_head.formats import FORMATS
 from dmtp_kernels.ops.lm_head.head import HeadArgs, LMHead
 from dmtp_kernels.ops.lm_head.pack import pack_lm_head
@@ -152,3 +152,72 @@ RESCORE = Spec(
 )
 
 SPECS = (SELECT, SCREEN, RESCORE)
+
+_VOCABULARY, _ROWS = 248_320, 512
+# one per state, or not the head's: these do not grow with the vocabulary
+_PER_STATE = ("hidden", "digits", "states", "sums", "step", "length", "best", "key", "status", "down", "state", "lists")
+
+
+def _columns(head: HeadArgs, hidden: torch.Tensor) -> tuple[int, int]:
+    """Columns that codes are multiplied with, padded, and the int32 correction sums of each state."""
+    columns = hidden.shape[1] if head.up is None else head.up.shape[1]
+    padded = -(-columns // 128) * 128
+    return padded, 3 * padded // {"int6_g64": 64, "int4_g32": 32}.get(head.format, 3 * padded + 1)
+
+
+def _prepared(head: HeadArgs, hidden: torch.Tensor) -> int:
+    """Digits, sums, step and length, which one kernel writes and the next reads."""
+    padded, sums = _columns(head, hidden)
+    each = 4 * head.certified if head.format == "dense" else 3 * padded + 4 * sums + 4 + 4 * head.certified
+    return int(hidden.shape[0] * each)
+
+
+def _prepare_floor(hidden: torch.Tensor, *rest: Any) -> int:
+    head, k = HeadArgs(*rest[:_HEAD]), rest[_HEAD]
+    source = nbytes(hidden) if head.up is None else 4 * hidden.shape[0] * head.up.shape[1]
+    return source + _prepared(head, hidden) + hidden.shape[0] * (12 + 4 * head.certified) * (k == 1)
+
+
+def _project_floor(hidden: torch.Tensor, *rest: Any) -> int:
+    head = HeadArgs(*rest[:_HEAD])
+    assert head.down is not None
+    return nbytes(hidden, head.down) + 4 * hidden.shape[0] * head.down.shape[0]
+
+
+def _stream_floor(hidden: torch.Tensor, *rest: Any) -> int:
+    head, k = HeadArgs(*rest[:_HEAD]), rest[_HEAD]
+    rows = head.weight if head.format == "dense" else head.codes if head.up is None else head.up
+    states = nbytes(hidden) if head.format == "dense" else 0
+    values = 4 * (head.num_valid // (16 if head.certified else 4)) * (1 if not head.certified or k == 1 else 2)
+    best = 8 if head.certified and k == 1 else 0  # an atomic reads and writes
+    read = nbytes(rows, head.scale, head.bound) + states + _prepared(head, hidden)
+    return read + hidden.shape[0] * (values + best)
+
+
+def _stream(name: str, format: str, hidden: int, n: int = 8, k: int = 1, **options: Any) -> Traffic:
+    """One route of `lm_head_select` over a 248,320-row head, scaled down to 512 rows."""
+    uncertified: dict[str, Any] = {} if FORMATS[format].certified else {"fallback": "none", "capacity": 64}
+    strided = _select_case(n, _ROWS, hidden, format=format, k=k, **uncertified, **options)
+
+    def make(generator: torch.Generator) -> tuple[Any, ...]:
+        states, *rest = strided(generator)
+        return states.clone(memory_format=torch.contiguous_format), *rest
+
+    kernels: dict[str, Any] = {
+        "lm_head_prepare_kernel": _prepare_floor,
+        "lm_head_screen_kernel": _stream_floor,
+        "lm_head_finish_kernel": None,
+    }
+    kernels |= {"lm_head_project_kernel": _project_floor} if format == "low_rank" else {}
+    kernels |= {"lm_head_merge_kernel": None} if k > 1 else {}
+    case = Case(name, "the vocabulary of the 35B and 27B models, scaled down to 512 rows", make)
+    return Traffic("lm_head_select", case, kernels, scale=_VOCABULARY / _ROWS, unscaled=_PER_STATE)
+
+
+TRAFFIC = (
+    *(_stream(f"{format}_2048_b8", format, 2048) for format in FORMATS if not FORMATS[format].factors),
+    *(_stream(f"{format}_5120_b8", format, 5120) for format in ("dense", "int8", "int4_g32")),
+    _stream("int8_2048_b1", "int8", 2048, n=1),
+    _stream("int8_2048_k16", "int8", 2048, k=16),
+    _stream("low_rank_256_b8", "low_rank", 2048, rank=256, up_format="int8"),
+)

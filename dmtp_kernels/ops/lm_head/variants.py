@@ -1,4 +1,4 @@
-"""What the compile proofs compile: the head's kernels as `launch.py` and `launch_screen.py` call them at the large shapes.
+"""What the compile proofs compile: the head's kernels as its launchers call them at the large shapes.
 
 H = 2,048 and 5,120 and every V take the same machine code except where a name says otherwise, and so do the n of a
 class.
@@ -70,7 +70,8 @@ def _screens() -> list[Variant]:
     """Every format and class of n; what k > 1, the list of single rows and a map change; the loop's fp32 head."""
     formats = ("dense", "int8", "int8_g64", "int6_g64", "int4_g32", "low_rank")
     return [
-        *(_screen(name, n, f"{name}/n{n}") for n in (8, 16, 64) for name in formats),
+        *(_screen(name, n, f"{name}/n{n}") for n in (8, 64) for name in formats),
+        *(_screen(name, 16, f"{name}/n16") for name in ("dense", "int8", "low_rank")),
         _screen("dense", 32, "dense/n32"),
         _screen("dense", 8, "dense_fp32/n8", element="fp32"),
         _screen("int8", 8, "int8/n8_k16", k=16),
@@ -100,7 +101,7 @@ def _screen(
     constants |= {"FORMAT": kernel_format, "CERTIFIED": certified, "MAP": 2 if mapped else 0}
     constants |= {"GROUP": group or (config.CERTIFIED_GROUP if certified else config.SHORTLIST_GROUP)}
     constants |= {"BLOCK_V": shape.block_v, "BLOCK_N": shape.block_n, "BLOCK_K": shape.block_k}
-    constants |= {"STAGES": shape.stages, "PACKED": True}
+    constants |= {"STAGES": shape.stages}
     rows, states = (f"*{element}",) * 2 if dense else (_CODES[name], "*i8")
     return _variant("screen", "kernels_screen", label, constants, shape, ("rows",), rows=rows, states=states)
 
@@ -108,15 +109,22 @@ def _screen(
 def _prepares() -> list[Variant]:
     found = []
     for size in (_WIDTH, 5120):
-        block, warps = config.prepare_block(size)
-        absent = {"dense": "digits sums step", "int8": "sums", "int6_g64": "", "int4_g32": "length"}
-        for name, names in absent.items():
-            per_sum, factor = config.OFFSETS.get(name, (block, 0))
-            constants: dict[str, Any] = dict.fromkeys(names.split())
-            constants |= {"BLOCK": block, "DIGITS": name != "dense", "SUMS": per_sum, "FACTOR": factor}
-            constants |= {"stride_key": 1, "stride_status": 1}
-            found.append(_variant("prepare", "kernels", f"{name}/h{size}", constants, warps))
+        absent = {"dense": "digits sums step", "int8": "sums", "int6_g64": "", "int4_g32": "length best"}
+        found += [_prepare(name, f"{name}/h{size}", size, names.split()) for name, names in absent.items()]
+    # with k > 1 the last step writes key and status
+    found.append(_prepare("int8", f"int8/h{_WIDTH}_k16", _WIDTH, ["sums", "best", "key", "status"]))
+    found.append(_prepare("int8", f"low_rank/r{_RANK}", _RANK, ["sums", "length", "best"], hidden="*fp32"))
     return found
+
+
+def _prepare(name: str, label: str, size: int, absent: list[str], hidden: str = "*bf16") -> Variant:
+    block, warps = config.prepare_block(size)
+    per_sum, factor = config.OFFSETS.get(name, (block, 0))
+    constants: dict[str, Any] = dict.fromkeys(absent)
+    constants |= {"BLOCK": block, "DIGITS": name != "dense", "SUMS": per_sum, "FACTOR": factor}
+    # an [n, 1] key and a vector of status words have stride 1
+    constants |= {} if "key" in absent else {"stride_key": 1, "stride_status": 1}
+    return _variant("prepare", "kernels", label, constants, warps, hidden=hidden)
 
 
 def _low_rank() -> list[Variant]:
@@ -135,10 +143,17 @@ def _finishes() -> list[Variant]:
     common = {"id_map": None, "MAP": 0, "BF16": False, "R": shape.rows, "STAGES": shape.stages, "BLOCK": shape.block}
     certified = common | {"CERTIFIED": True, "GROUP": config.CERTIFIED_GROUP}
     shortlist = common | {"CERTIFIED": False, "GROUP": config.SHORTLIST_GROUP}
-    # an [n, 1] key and a vector of status words have stride 1
     one = {"TOP": 1, "lists": None, "stride_key": 1, "stride_status": 1}
     several = {"TOP": 16, "key": None, "status": None, "stride_status": 1}
-    scan = {"CERTIFIED": False, "GROUP": config.CERTIFIED_GROUP, "upper": None, "pool": None, "POOL": 1}
+    whole = config.finish_config(8, _SHARD // 16, config.CERTIFIED_GROUP, _PROCESSORS, scan=True)
+    scan = {
+        "BLOCK": whole.block,
+        "CERTIFIED": False,
+        "GROUP": config.CERTIFIED_GROUP,
+        "upper": None,
+        "pool": None,
+        "POOL": 1,
+    }
     routes = {
         "certified": certified | one | {"POOL": 1},
         "certified_k16": certified | several | {"POOL": config.POOL_VALUES},
