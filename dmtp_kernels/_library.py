@@ -174,5 +174,7 @@ def _check_outputs(
     for label, got, (shape, dtype) in zip(labels, outputs, wanted, strict=True):
         if tuple(got.shape) != tuple(shape) or got.dtype != dtype:
             raise ValueError(f"{name}_out: {label} is {tuple(got.shape)} {got.dtype}, must be {tuple(shape)} {dtype}")
+        if any(size > 1 and stride == 0 for size, stride in zip(got.shape, got.stride(), strict=True)):
+            raise ValueError(f"{name}_out: {label} has strides {got.stride()}, must not repeat elements (stride 0)")
         if got.device != device:
             raise ValueError(f"{name}_out: {label} is on {got.device}, must be on {device} like the inputs")

@@ -59,6 +59,12 @@ def check_instance(name: str, value: object, kind: type) -> None:
         raise TypeError(f"{name}: is a {type(value).__name__}, must be a {kind.__name__}")
 
 
+def check_whole(name: str, value: object) -> None:
+    """`value` must be an int."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: is {value!r}, must be a whole number")
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """`value` must be one of `choices`."""
     if value not in choices:
@@ -66,7 +72,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float | None = None) -> None:
-    """`low <= value <= high` (no upper bound when `high` is None)."""
-    if value < low or (high is not None and value > high):
+    """`low <= value <= high` (no upper bound when `high` is None); NaN is outside."""
+    if not value >= low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ValueError(f"{name}: is {value}, must be {bound}")

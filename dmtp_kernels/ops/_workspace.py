@@ -21,5 +21,7 @@ def workspace(key: str, device: torch.device, nbytes: int) -> torch.Tensor:
     owner = (key, device, stream, threading.get_ident())
     buffer = _buffers.get(owner)
     if buffer is None or buffer.numel() < nbytes:
-        buffer = _buffers[owner] = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+        # a tensor made in inference mode could not be written outside it
+        with torch.inference_mode(False):
+            buffer = _buffers[owner] = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
     return buffer

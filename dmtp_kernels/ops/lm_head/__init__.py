@@ -117,6 +117,8 @@ def lm_head_rescore(
     Raises:
         ValueError, TypeError: as `lm_head_select`.
     """
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("ids", ids), ("count", count)):
+        check_instance(name, tensor, torch.Tensor)
     return LM_HEAD_RESCORE.functional(
         hidden,
         weight,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dmtp_kernels.ops._checks import FLOAT_DTYPES, check_choice, check_range
+from dmtp_kernels.ops._checks import FLOAT_DTYPES, check_choice, check_instance, check_range, check_whole
 from dmtp_kernels.ops.lm_head.bounds import row_bounds
 from dmtp_kernels.ops.lm_head.factors import choose_factors, deflate
 from dmtp_kernels.ops.lm_head.formats import FORMATS, quantize
@@ -73,11 +73,20 @@ def pack_lm_head(
         raise ValueError(f"calibration, rank: belong to formats 'low_rank' and 'deflated', format is {format!r}")
     if format != "low_rank" and not (factors is None and up_format == "same"):
         raise ValueError(f"factors, up_format: belong to format 'low_rank', format is {format!r}")
-    if weight_scale is not None:
-        weight = _scaled_rows(weight, weight_scale)
-    check_weight(weight)
+    for name, tensor in (("weight", weight), ("weight_scale", weight_scale), ("id_map", id_map)):
+        if tensor is not None:
+            check_instance(name, tensor, torch.Tensor)
+    for name, number in (("num_valid", num_valid), ("id_offset", id_offset), ("capacity", capacity), ("rank", rank)):
+        if number is not None:
+            check_whole(name, number)
+    if factors is not None and len(factors) != 2:
+        raise ValueError(f"factors: has {len(factors)} entries, must be (down, up)")
+    if weight_scale is None:
+        check_weight(weight)
     if weight.dim() != 2:
         raise ValueError(f"weight: has {weight.dim()} dimensions {tuple(weight.shape)}, must be [V, H]")
+    if weight_scale is not None:
+        weight = _scaled_rows(weight, weight_scale)
     if weight.shape[1] == 0:
         raise ValueError(f"weight: is {tuple(weight.shape)}, must have at least one column")
     rows = weight.shape[0]

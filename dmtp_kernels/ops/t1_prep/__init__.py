@@ -74,6 +74,8 @@ def fused_t1_prep(
     Source: section 3 of the DMTP description; the contract choices are in README.md beside this file.
     """
     check_instance("fusion", fusion, Fusion)
+    for name, tensor in (("anchor_ids", anchor_ids), ("h_mtp", h_mtp), ("embedding", embedding)):
+        check_instance(name, tensor, torch.Tensor)
     if head is not None:
         check_instance("head", head, LMHead)
     source = _NO_HEAD if head is None else head.args()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from dmtp_kernels import backends
+from dmtp_kernels.ops._workspace import workspace
 from dmtp_kernels.ops.t1_prep import reference
 from dmtp_kernels.ops.t1_prep.args import PrepArgs
 
 _INPUTS = len(PrepArgs._fields)
-_selected: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
 def fused_t1_prep(*values: Any) -> None:
@@ -54,15 +53,12 @@ def fused_t1_prep(*values: Any) -> None:
 
 
 def _select(args: PrepArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys `[B, 1]` and status `[B]` of the head, in buffers that this thread keeps."""
+    """Keys `[B, 1]` and status `[B]` of the head."""
     head = args.head()
     assert head is not None
     batch = args.h_mtp.shape[0]
-    owner = (threading.get_ident(), batch)
-    if owner not in _selected:
-        # a tensor made in inference mode could not be written outside it
-        with torch.inference_mode(False):
-            _selected[owner] = torch.empty(batch, 1, dtype=torch.int64), torch.empty(batch, dtype=torch.int32)
-    key, status = _selected[owner]
+    scratch = workspace("t1_prep_selected", args.h_mtp.device, 12 * batch)
+    key = scratch[: 8 * batch].view(torch.int64).view(batch, 1)
+    status = scratch[8 * batch : 12 * batch].view(torch.int32)
     backends.implementation("lm_head_select", args.h_mtp.device)(args.h_mtp, *head, 1, args.logit_dtype, key, status)
     return key, status

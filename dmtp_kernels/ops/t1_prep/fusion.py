@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dmtp_kernels.ops._checks import FLOAT_DTYPES, check_choice, check_range, check_same_device, check_tensor
+from dmtp_kernels.ops._checks import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_instance,
+    check_range,
+    check_same_device,
+    check_tensor,
+)
 
 MODES = ("residual", "residual_low_rank", "replace", "none")
 SLOTS = ("t1", "masks")
@@ -131,6 +138,9 @@ def check_fusion(fusion: FusionArgs, symbols: dict[str, int]) -> None:
     """Shapes, dtypes and devices of a fusion; binds E and H in `symbols` (E is the width of the embedding)."""
     check_choice("mode", fusion.mode, MODES)
     check_choice("slots", fusion.slots, SLOTS)
+    for name, tensor in zip(("weight", "down", "up", "norm_e", "norm_m"), fusion[:5], strict=True):
+        if tensor is not None:
+            check_instance(name, tensor, torch.Tensor)
     check_range("eps_e", fusion.eps_e, 0.0)
     check_range("eps_m", fusion.eps_m, 0.0)
     low_rank = fusion.mode == "residual_low_rank"

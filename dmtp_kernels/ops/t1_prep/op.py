@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ def _check(*values: Any) -> None:
     check_range("num_masks", args.num_masks, 0)
     check_mask_id(args.mask_id, args.num_embeddings)
     check_choice("logit_dtype", args.logit_dtype, LOGIT_DTYPES)
+    if not math.isfinite(args.embed_scale):
+        raise ValueError(f"embed_scale: is {args.embed_scale}, must be finite")
     _check_source(args, sizes)
 
     fusion = args.fusion()
