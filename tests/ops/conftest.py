@@ -53,6 +53,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
             compiled.set_capability(before)
 
 
+@pytest.fixture(autouse=True)
+def _on_its_backend(request: pytest.FixtureRequest) -> None:
+    # a parametrized fixture that a test does not name is not set up by itself
+    if hasattr(request.module, "KERNEL_OPS"):
+        request.getfixturevalue("backend")
+
+
 @pytest.fixture(autouse=INTERPRETED)
 def interpreted() -> Iterator[None]:
     """Interpreted kernels may not leave their arguments, nor need an order of their programs."""
