@@ -28,7 +28,8 @@ auto with_float_type(DType dtype, Body body) {
 // States are kept in the order in which rows are read: per 32 elements the even ones, then the odd ones (which is how
 // two shifts take bf16 pairs apart), padded with zeros to whole 32s. Without AVX-512: as they are.
 inline int64_t state_stride(int64_t width) {
-  return (width + kPair - 1) / kPair * kPair;
+  // one pair more: the same column of several states would fall into one set of the cache
+  return (width + kPair - 1) / kPair * kPair + kPair;
 }
 
 inline int64_t state_position(int64_t i) {
@@ -44,6 +45,16 @@ inline int64_t state_position(int64_t i) {
 struct Pair {
   __m512 even, odd;
 };
+
+// A value that is loaded once: compilers would make it a memory operand of each of its uses.
+inline __m512 held(__m512 x) {
+  asm("" : "+v"(x));
+  return x;
+}
+inline __m512i held(__m512i x) {
+  asm("" : "+v"(x));
+  return x;
+}
 
 inline Pair split_pair(__m512i bf16) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(bf16, 16)),
@@ -69,7 +80,7 @@ Pair load_pair(const T* p) {
   if constexpr (sizeof(T) == 4) {
     return split_pair(_mm512_loadu_ps(p), _mm512_loadu_ps(p + 16));
   } else {
-    return take_apart(p, _mm512_loadu_si512(p));
+    return take_apart(p, held(_mm512_loadu_si512(p)));
   }
 }
 

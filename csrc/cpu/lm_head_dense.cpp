@@ -1,4 +1,5 @@
 #include "lm_head_scorer.h"
+#include "lm_head_tiles.h"
 
 namespace dmtp::DMTP_CAPABILITY {
 namespace {
@@ -17,9 +18,11 @@ struct DenseScorer final : Scorer {
 
 #ifdef __AVX512BW__
 
+  static constexpr int kLines = kPair * sizeof(T) / 64;  // of cache that one step reads of a row
+
   void score(int64_t first, int count, int64_t next, int, float* scores) const override {
-    const int64_t n = states.count, line = 64 / sizeof(T);
-    Ahead ahead(rows.block(next), ceil_div(n, 8) * ceil_div(states.width, line) * kBlock / 4);
+    const int64_t n = states.count;
+    Ahead ahead(rows.block(next), ceil_div(n, 8) * ceil_div(states.width, kPair) * kLines * kBlock);
     int64_t s = 0;
     for (; s + 8 <= n; s += 8) {
       add_states<8, 2>(first, count, s, ahead, scores);
@@ -69,7 +72,7 @@ struct DenseScorer final : Scorer {
       }
     }
     const auto step = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
-      ahead.step();
+      ahead.step(R * kLines);
       Pair w[R];
       for (int r = 0; r < R; ++r) {
         const T* p = row + r * weight.stride[0] + i;
@@ -77,7 +80,7 @@ struct DenseScorer final : Scorer {
       }
       for (int j = 0; j < S; ++j) {
         const float* h = state + j * states.stride + i;
-        const __m512 even = _mm512_loadu_ps(h), odd = _mm512_loadu_ps(h + 16);
+        const __m512 even = held(_mm512_loadu_ps(h)), odd = held(_mm512_loadu_ps(h + 16));
         for (int r = 0; r < R; ++r) {
           acc[r][j] = _mm512_fmadd_ps(w[r].even, even, acc[r][j]);
           acc[r][j] = _mm512_fmadd_ps(w[r].odd, odd, acc[r][j]);
@@ -141,10 +144,11 @@ struct CanonicalScorer final : Scorer {
   int64_t row_bytes() const override { return rows.bytes; }
 
   void score(int64_t first, int count, int64_t next, int, float* scores) const override {
-    Ahead ahead(rows.block(next), states.count * kBlock);
+    const int64_t lines = ceil_div(rows.bytes, 64 * states.count);
+    Ahead ahead(rows.block(next), lines * states.count * kBlock);
     for (int r = 0; r < count; ++r) {
       for (int64_t s = 0; s < states.count; ++s) {
-        ahead.step();
+        ahead.step(lines);
         scores[s * kBlock + r] = canonical_dot(states.row(s), matrix.row<const T>(first + r), states.width);
       }
     }
@@ -153,7 +157,15 @@ struct CanonicalScorer final : Scorer {
 
 }  // namespace
 
-std::unique_ptr<Scorer> make_dense_scorer(const Tensor& weight, int64_t count, const States& states) {
+std::unique_ptr<Scorer> make_dense_scorer(const Tensor& weight, int64_t count, const Tensor& hidden, int64_t first,
+                                          const States& states, int workers, Scratch& scratch) {
+#ifdef __AMX_BF16__
+  if (weight.dtype == DType::bf16 && hidden.dtype == DType::bf16) {
+    return make_dense_tiles(byte_rows(weight, count), hidden, first, states.count, workers, scratch);
+  }
+#else
+  (void)hidden, (void)first, (void)workers, (void)scratch;
+#endif
   return with_float_type(weight.dtype, [&]<class T>(const T*) -> std::unique_ptr<Scorer> {
     return std::make_unique<DenseScorer<T>>(weight, count, states);
   });

@@ -41,7 +41,7 @@ States make_states(const Tensor& hidden, int64_t first, int64_t count, Scratch&,
 // The states as fixed point, q = d0 + 256 d1 + 65536 d2 with signed digits (ops/lm_head/digits.py).
 struct Digits {
   int64_t count = 0, width = 0;
-  int64_t stride = 0;            // the width rounded up to 128
+  int64_t stride = 0;            // a multiple of 128 above the width
   const int8_t* rows = nullptr;  // [count, 3, stride], zeros behind the width
   const double* step = nullptr;  // [count], 2^e; NaN where the state cannot be screened
 
@@ -58,20 +58,20 @@ struct Span {
 
 class Ahead {
  public:
-  // All of `span` will have been asked for after `steps` calls of `step`.
-  Ahead(Span span, int64_t steps)
-      : at_(span.begin), end_(span.begin + span.bytes), lines_(ceil_div(span.bytes, kLine * (steps > 0 ? steps : 1))) {}
+  // The whole span is asked for in so many prefetches, evenly spaced.
+  Ahead(Span span, int64_t prefetches)
+      : at_(span.begin != nullptr ? span.begin : reinterpret_cast<const char*>(this)),
+        stride_(ceil_div(span.bytes, prefetches > 0 ? prefetches : 1)) {}
 
-  void step() {
-    for (int64_t i = 0; i < lines_ && at_ < end_; ++i, at_ += kLine) {
+  void step(int64_t prefetches) {
+    for (int64_t i = 0; i < prefetches; ++i, at_ += stride_) {
       __builtin_prefetch(at_, 0, 2);
     }
   }
 
  private:
-  static constexpr int64_t kLine = 64;
-  const char *at_, *end_;
-  int64_t lines_;
+  const char* at_;
+  int64_t stride_;
 };
 
 // Screen scores of blocks of rows, in one format, for a fixed set of states. Threads share it.
@@ -82,6 +82,13 @@ class Scorer {
   // scores[s * kBlock + i] of rows first .. first + rows - 1 (rows <= kBlock), `first` a multiple of kBlock. The block
   // at `next` comes after this one; negative: none.
   virtual void score(int64_t first, int rows, int64_t next, int worker, float* scores) const = 0;
+
+  // The radius of row v for a state of this length is bound[v] * reach.length + reach.extra: more than bounds.py says
+  // where scores round more than it knows of.
+  struct Reach {
+    float length, extra;
+  };
+  virtual Reach reach(float length) const { return {length, 0.0f}; }
 
   // Bytes that one row brings from memory.
   virtual int64_t row_bytes() const = 0;
@@ -121,7 +128,8 @@ std::unique_ptr<Scorer> make_multiplier_scorer(const ByteRows& codes, const floa
                                                Scratch&);
 std::unique_ptr<Scorer> make_grouped_scorer(ScreenFormat format, const ByteRows& codes, const Tensor& scale,
                                             const Digits&, int workers, Scratch&);
-std::unique_ptr<Scorer> make_dense_scorer(const Tensor& weight, int64_t count, const States&);
+std::unique_ptr<Scorer> make_dense_scorer(const Tensor& weight, int64_t count, const Tensor& hidden, int64_t first,
+                                          const States&, int workers, Scratch&);
 std::unique_ptr<Scorer> make_canonical_scorer(const Tensor& rows, int64_t count, const States&);
 
 }  // namespace dmtp::DMTP_CAPABILITY

@@ -13,9 +13,9 @@ constexpr float kHuge = 0x1p100f;   // below this radius no order of summation c
 struct Intervals {
   alignas(64) float lower[kBlock], upper[kBlock];
 
-  Intervals(const float* scores, const float* bound, float length, const int32_t* counts) {
+  Intervals(const float* scores, const float* bound, Scorer::Reach reach, const int32_t* counts) {
     for (int i = 0; i < kBlock; ++i) {
-      const float product = bound[i] * length, radius = product < kHuge ? product : kInfinity;
+      const float product = bound[i] * reach.length + reach.extra, radius = product < kHuge ? product : kInfinity;
       const float low = scores[i] - radius, high = scores[i] + radius;
       lower[i] = counts[i] != 0 && low < kInfinity ? low : -kInfinity;
       upper[i] = counts[i] == 0 ? -kInfinity : high == high ? high : kInfinity;
@@ -50,17 +50,18 @@ void group_maxima(const float* values, bool rounded, float* out) {
   }
 }
 
-bool any_above(const float* values, float least) {
-  int above = 0;
+bool any_reaching(const float* values, float least) {
+  int reaching = 0;
   for (int i = 0; i < kBlock; ++i) {
-    above |= values[i] > least;
+    reaching |= values[i] >= least;
   }
-  return above != 0;
+  return reaching != 0;
 }
 
 // What one block says about every state.
 struct Pass {
   const LMHead& head;
+  const Scorer& scorer;
   const States& states;
   int64_t k, groups;
   bool rounded, certified;
@@ -80,9 +81,9 @@ struct Pass {
         group_maxima(values, false, out);
         continue;
       }
-      const Intervals ends(of_state, block.bound, states.length[s], block.counts);
+      const Intervals ends(of_state, block.bound, scorer.reach(states.length[s]), block.counts);
       Best<float> best(lowest + (worker * states.count + s) * k, k);
-      if (any_above(ends.lower, best.least())) {
+      if (any_reaching(ends.lower, best.least())) {
         for (const float end : ends.lower) {
           best.offer(end);
         }
@@ -97,27 +98,38 @@ float kth_greatest(const float* values, int64_t size, int64_t count, float* spar
   if (size <= count) {
     return -kInfinity;
   }
-  // maxima of 64 values each: the count-th of them is a floor under the answer that few values reach
-  constexpr int64_t kLanes = 16, kDepth = 4;
+  constexpr int64_t kWidth = 16, kStrip = 8 * kWidth;
+  // maxima of 8 values each: their count-th is a floor under the answer that few other values reach
   float floor = -kInfinity;
-  const int64_t strips = size / (kLanes * kDepth);
-  if (strips * kLanes > 2 * count) {
+  const int64_t strips = size / kStrip;
+  if (strips * kWidth > 2 * count) {
     for (int64_t strip = 0; strip < strips; ++strip) {
-      for (int64_t j = 0; j < kLanes; ++j) {
-        const float* v = values + strip * kLanes * kDepth + j;
-        const float a = v[0] > v[kLanes] ? v[0] : v[kLanes],
-                    b = v[2 * kLanes] > v[3 * kLanes] ? v[2 * kLanes] : v[3 * kLanes];
-        spare[strip * kLanes + j] = a > b ? a : b;
+      float* greatest = spare + strip * kWidth;
+      std::copy_n(values + strip * kStrip, kWidth, greatest);
+      for (int64_t i = kWidth; i < kStrip; i += kWidth) {
+        for (int64_t j = 0; j < kWidth; ++j) {
+          const float value = values[strip * kStrip + i + j];
+          greatest[j] = greatest[j] < value ? value : greatest[j];
+        }
       }
     }
-    std::nth_element(spare, spare + count - 1, spare + strips * kLanes, std::greater<>());
+    std::nth_element(spare, spare + count - 1, spare + strips * kWidth, std::greater<>());
     floor = spare[count - 1];
   }
   int64_t kept = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    spare[kept] = values[i];
-    kept += values[i] >= floor;
+  const auto keep = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      spare[kept] = values[i];
+      kept += values[i] >= floor;
+    }
+  };
+  int64_t at = 0;
+  for (; at + kBlock <= size; at += kBlock) {
+    if (any_reaching(values + at, floor)) {
+      keep(at, at + kBlock);
+    }
   }
+  keep(at, size);
   std::nth_element(spare, spare + count - 1, spare + kept, std::greater<>());
   return spare[count - 1];
 }
@@ -135,7 +147,7 @@ std::unique_ptr<Scorer> make_scorer(const LMHead& head, const Tensor& hidden, co
                                     int workers, Scratch& scratch, const ParallelFor& parallel) {
   const auto* row_scale = static_cast<const float*>(head.scale.data);
   if (head.format == ScreenFormat::dense) {
-    return make_dense_scorer(head.weight, head.num_valid, states);
+    return make_dense_scorer(head.weight, head.num_valid, hidden, first, states, workers, scratch);
   }
   if (head.format != ScreenFormat::low_rank) {
     const ByteRows codes = byte_rows(head.codes, head.num_valid);
@@ -182,7 +194,7 @@ Screened screen(const LMHead& head, const Scorer& scorer, const States& states, 
   auto* upper = scratch.take<float>(n * groups);
   auto* lowest = scratch.fill<float>(certified ? workers * n * kept : 0, -kInfinity);
   auto* scores = scratch.fill<float>(workers * n * kBlock, 0.0f);
-  const Pass pass{head, states, kept, groups, bf16_logits, certified, upper, lowest};
+  const Pass pass{head, scorer, states, kept, groups, bf16_logits, certified, upper, lowest};
   Ranges ranges(head.num_valid, std::max<int64_t>(1, kRangeBytes / scorer.row_bytes() / kBlock) * kBlock);
   parallel(workers, 1, [&](int64_t begin, int64_t end) {
     scorer.enter();
@@ -262,7 +274,7 @@ void list_rows(const LMHeadScreen& args, const Scorer& scorer, const States& sta
                 scorer.score(first, rows, -1, static_cast<int>(w), mine);
                 scored = true;
               }
-              const Intervals ends(mine + s * kBlock, block.bound, states.length[s], block.counts);
+              const Intervals ends(mine + s * kBlock, block.bound, scorer.reach(states.length[s]), block.counts);
               for (int i = 0; i < kBlock; ++i) {
                 bits &= ~(static_cast<uint32_t>(ends.upper[i] < screened.threshold[s]) << i);
               }

@@ -96,7 +96,8 @@ States make_states(const Tensor& hidden, int64_t first, int64_t count, Scratch& 
 }
 
 Digits make_digits(const Tensor& hidden, int64_t first, int64_t count, Scratch& scratch, const ParallelFor& parallel) {
-  const int64_t width = hidden.size[1], stride = round_up(width, 128);
+  const int64_t width = hidden.size[1],
+                stride = round_up(width, 128) + 128;  // as states: not all into one set of the cache
   auto* rows = scratch.take<int8_t>(count * 3 * stride);
   auto* step = scratch.take<double>(count);
   each_state(hidden, first, count, parallel,

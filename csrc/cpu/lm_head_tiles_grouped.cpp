@@ -11,6 +11,12 @@ struct GroupedTiles final : TileScorer {
   static constexpr int kSumStride = 48, kSums = kTileRows * kSumStride + 16;
   static constexpr int64_t kSteps = 8;  // copied or unpacked at once, to stay in the first-level cache
 
+  // Sixteen rows, tile after tile.
+  struct Tiles {
+    const char* data;
+    int64_t stride, step;
+  };
+
   ByteRows codes;
   Tensor scale;
   TileDigits digits;
@@ -32,36 +38,36 @@ struct GroupedTiles final : TileScorer {
     auto* sums = reinterpret_cast<int32_t*>(mine);
     char* copy = mine + 2 * kSums * 4;
     auto* totals = reinterpret_cast<__m512*>(copy + kSteps * kTileSize);  // [blocks, 16]
-    Ahead ahead(codes.block(next), 2 * digits.blocks() * digits.steps);
+    const int64_t calls = digits.blocks() * digits.steps * 2, lines = ceil_div(kBlock * codes.bytes, 64 * calls);
+    Ahead ahead(codes.block(next), lines * calls);
     for (int r = 0; r < rows; r += kTileRows) {
       const int here = rows - r < kTileRows ? rows - r : kTileRows;
       for (int64_t begin = 0; begin < digits.steps; begin += kSteps) {
         const int64_t end = begin + kSteps < digits.steps ? begin + kSteps : digits.steps;
         const bool direct = !packed && here == kTileRows && end * kTileBytes <= codes.bytes;
-        const TileRows part =
-            direct ? TileRows{codes.row(first + r) + begin * kTileBytes, codes.stride, kTileBytes, nullptr}
-                   : copied(first + r, here, begin, end, copy);
+        const Tiles part = direct ? Tiles{codes.row(first + r) + begin * kTileBytes, codes.stride, kTileBytes}
+                                  : copied(first + r, here, begin, end, copy);
         for (int64_t block = 0; block < digits.blocks(); ++block) {
           __m512* of_block = totals + block * kTileRows;
           switch (digits.tiles_of(block)) {
             case 1:
-              add_groups<1>(part, begin, end, block, first + r, here, sums, ahead, of_block);
+              add_groups<1>(part, begin, end, block, first + r, here, sums, ahead, lines, of_block);
               break;
             case 2:
-              add_groups<2>(part, begin, end, block, first + r, here, sums, ahead, of_block);
+              add_groups<2>(part, begin, end, block, first + r, here, sums, ahead, lines, of_block);
               break;
             default:
-              add_groups<3>(part, begin, end, block, first + r, here, sums, ahead, of_block);
+              add_groups<3>(part, begin, end, block, first + r, here, sums, ahead, lines, of_block);
           }
         }
       }
       for (int64_t block = 0; block < digits.blocks(); ++block) {
-        store_by_state(totals + block * kTileRows, digits.states(block), scores + block * 16 * kBlock + r);
+        transpose(totals + block * kTileRows, digits.states(block), scores + block * 16 * kBlock + r, kBlock);
       }
     }
   }
 
-  TileRows copied(int64_t first, int rows, int64_t begin, int64_t end, char* to) const {
+  Tiles copied(int64_t first, int rows, int64_t begin, int64_t end, char* to) const {
     for (int64_t k = begin; k < end; k += packed ? 2 : 1) {
       for (int r = 0; r < rows; ++r) {
         const char* row = codes.row(first + r);
@@ -75,7 +81,7 @@ struct GroupedTiles final : TileScorer {
       }
     }
     written();
-    return {to, kTileBytes, kTileSize, nullptr};
+    return {to, kTileBytes, kTileSize};
   }
 
   // 128 columns of a row, to two tiles.
@@ -90,8 +96,8 @@ struct GroupedTiles final : TileScorer {
   }
 
   template <int T>
-  void add_groups(const TileRows& part, int64_t begin, int64_t end, int64_t block, int64_t first, int rows,
-                  int32_t* sums, Ahead& ahead, __m512* totals) const {
+  void add_groups(const Tiles& part, int64_t begin, int64_t end, int64_t block, int64_t first, int rows, int32_t* sums,
+                  Ahead& ahead, int64_t lines, __m512* totals) const {
     const int states = digits.states(block);
     const float* scales = scale.row<const float>(first);
     const __m512 step =
@@ -104,7 +110,7 @@ struct GroupedTiles final : TileScorer {
     for (int64_t k = begin; k <= end; ++k) {
       // the sums of one group are scaled while tiles make those of the next
       if (k < end) {
-        ahead.step();
+        ahead.step(lines);
         sum_group<T>(part.data + (k - begin) * part.step, part.stride, 3 * block, k, sums + (k % 2) * kSums);
       }
       if (k > begin) {

@@ -33,7 +33,7 @@ struct RowScaleScorer final : Scorer {
 
   void score(int64_t first, int rows, int64_t next, int, float* scores) const override {
     const int64_t passes = ceil_div(digits.count, 4);
-    Ahead ahead(codes.block(next), passes * ceil_div(codes.bytes, kStep) * kBlock / 4);
+    Ahead ahead(codes.block(next), passes * ceil_div(codes.bytes, kStep) * kBlock);
     int64_t s = 0;
     for (; s + 4 <= digits.count; s += 4) {
       states<4, 2>(first, rows, s, ahead, scores);
@@ -65,7 +65,6 @@ struct RowScaleScorer final : Scorer {
 
   template <int S, int R>
   void dots(const char* row, int64_t s, Ahead& ahead, int at, int32_t (*sums)[kBlock]) const {
-    const __m512i flip = _mm512_set1_epi8(-128);
     const int8_t* digit = digits.row(s, 0);
     __m512i acc[R][3 * S];
     for (auto& of_row : acc) {
@@ -73,20 +72,25 @@ struct RowScaleScorer final : Scorer {
         a = _mm512_setzero_si512();
       }
     }
-    for (int64_t j = 0; j < codes.bytes; j += kStep) {
-      ahead.step();
-      const int64_t left = codes.bytes - j;
-      const __mmask64 mask = left < kStep ? ~uint64_t{0} >> (kStep - left) : ~uint64_t{0};
+    const auto step = [&](int64_t j, __mmask64 mask) __attribute__((always_inline)) {
+      ahead.step(R);
       __m512i code[R];
       for (int r = 0; r < R; ++r) {
-        code[r] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, row + r * codes.stride + j), flip);
+        code[r] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, row + r * codes.stride + j), _mm512_set1_epi8(-128));
       }
       for (int i = 0; i < 3 * S; ++i) {
-        const __m512i d = _mm512_load_si512(digit + i * digits.stride + j);
+        const __m512i d = held(_mm512_load_si512(digit + i * digits.stride + j));
         for (int r = 0; r < R; ++r) {
           acc[r][i] = _mm512_dpbusd_epi32(acc[r][i], code[r], d);
         }
       }
+    };
+    int64_t j = 0;
+    for (; j + kStep <= codes.bytes; j += kStep) {
+      step(j, ~uint64_t{0});
+    }
+    if (j < codes.bytes) {
+      step(j, ~uint64_t{0} >> (kStep - (codes.bytes - j)));
     }
     for (int i = 0; i < 3 * S; ++i) {
       for (int r = 0; r < R; ++r) {
@@ -128,24 +132,24 @@ struct MultiplierScorer final : Scorer {
 
   void score(int64_t first, int rows, int64_t next, int, float* scores) const override {
     const int64_t passes = ceil_div(digits.count, 2);
-    Ahead ahead(codes.block(next), passes * ceil_div(packed, kStep) * kBlock / 2);
+    Ahead ahead(codes.block(next), passes * ceil_div(packed, kStep) * kBlock);
     int64_t s = 0;
     for (; s + 2 <= digits.count; s += 2) {
-      states<2>(first, rows, s, ahead, scores);
+      states<2, 2>(first, rows, s, ahead, scores);
     }
     if (s < digits.count) {
-      states<1>(first, rows, s, ahead, scores);
+      states<1, 2>(first, rows, s, ahead, scores);
     }
   }
 
-  template <int S>
+  template <int S, int R>
   void states(int64_t first, int rows, int64_t s, Ahead& ahead, float* scores) const {
     alignas(64) int32_t sums[3 * S][kBlock];
     int r = 0;
-    for (; r + 2 <= rows; r += 2) {
-      dots<S, 2>(codes.row(first + r), s, ahead, r, sums);
+    for (; r + R <= rows; r += R) {
+      dots<S, R>(codes.row(first + r), s, ahead, r, sums);
     }
-    if (r < rows) {
+    for (; r < rows; ++r) {
       dots<S, 1>(codes.row(first + r), s, ahead, r, sums);
     }
     for (int i = 0; i < S; ++i) {
@@ -163,29 +167,35 @@ struct MultiplierScorer final : Scorer {
     for (int r = 0; r < R; ++r) {
       start<S>(row + r * codes.stride + packed, s, acc[r]);
     }
-    for (int64_t j = 0, g = 0; j < packed; j += kStep, g += 4) {
-      ahead.step();
-      const __mmask64 mask = packed - j < kStep ? ~uint64_t{0} >> 32 : ~uint64_t{0};
+    const auto step = [&](int64_t j, __mmask64 mask) __attribute__((always_inline)) {
+      ahead.step(R);
       __m512i low[R], high[R], low_multiplier[R], high_multiplier[R];
       for (int r = 0; r < R; ++r) {
         const char* here = row + r * codes.stride;
-        const __m512i both = _mm512_maskz_loadu_epi8(mask, here + j);
+        const __m512i both = held(_mm512_maskz_loadu_epi8(mask, here + j));
         low[r] = _mm512_and_si512(both, nibble);
         high[r] = _mm512_and_si512(_mm512_srli_epi32(both, 4), nibble);
         // a row ends in zeros up to 16 bytes: four bytes are there even when half of them are used
-        const __m512i four = _mm512_set1_epi32(load_int32(here + packed + g));
+        const __m512i four = _mm512_set1_epi32(load_int32(here + packed + j / 16));
         low_multiplier[r] = _mm512_shuffle_epi8(four, pick_low);
         high_multiplier[r] = _mm512_shuffle_epi8(four, pick_high);
       }
       for (int i = 0; i < 3 * S; ++i) {
-        const __m512i d0 = _mm512_load_si512(digit + i * digits.stride + 2 * j);
-        const __m512i d1 = _mm512_load_si512(digit + i * digits.stride + 2 * j + kStep);
+        const __m512i d0 = held(_mm512_load_si512(digit + i * digits.stride + 2 * j));
+        const __m512i d1 = held(_mm512_load_si512(digit + i * digits.stride + 2 * j + kStep));
         for (int r = 0; r < R; ++r) {
           const __m512i zero = _mm512_setzero_si512();
           acc[r][i] = _mm512_dpwssd_epi32(acc[r][i], _mm512_dpbusd_epi32(zero, low[r], d0), low_multiplier[r]);
           acc[r][i] = _mm512_dpwssd_epi32(acc[r][i], _mm512_dpbusd_epi32(zero, high[r], d1), high_multiplier[r]);
         }
       }
+    };
+    int64_t j = 0;
+    for (; j + kStep <= packed; j += kStep) {
+      step(j, ~uint64_t{0});
+    }
+    if (j < packed) {
+      step(j, ~uint64_t{0} >> 32);
     }
     for (int i = 0; i < 3 * S; ++i) {
       for (int r = 0; r < R; ++r) {
