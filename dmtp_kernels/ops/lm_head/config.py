@@ -54,7 +54,10 @@ class FinishConfig:
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """`splits` programs per state reduce `share` values each to their greatest ones; 0: the values are the pool."""
+    """`splits` programs per state reduce `share` values each to their greatest ones; 0: the values are the pool.
+
+    `pool` is what is left, rounded up to a power of two; 1 would mean that the threshold itself is given.
+    """
 
     splits: int
     share: int
@@ -112,12 +115,12 @@ def finish_config(n: int, groups: int, group: int, processors: int, scan: bool =
 def pool_config(groups: int, rank: int) -> PoolConfig:
     """How the rank-th greatest of `groups` values is found."""
     if groups <= POOL_VALUES:
-        return PoolConfig(0, 0, 0, _power(groups), 1)
+        return PoolConfig(0, 0, 0, max(2, _power(groups)), 1)
     # not measured: about 8 values a thread, so that 32 counting steps are short; what is left fits in registers too
     splits = max(-(-groups // _LARGEST_SHARE), min(16, POOL_VALUES // rank))
     share = -(-groups // splits)
     block = _power(share)
-    return PoolConfig(splits, share, block, _power(splits * rank), max(1, min(16, block // 256)))
+    return PoolConfig(splits, share, block, max(2, _power(splits * rank)), max(1, min(16, block // 256)))
 
 
 def list_block(rows: int, processors: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class Groups(NamedTuple):
     pool_stride: int = 0
     held: int = 1
     rank: int = 1
-    block: int = 1  # held, rounded up to a power of two
+    block: int = 1  # held, rounded up to a power of two; 1: `pool` [n] is what a group must reach
 
 
 class _Sizes(NamedTuple):
