@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dmtp_kernels.bench.measure import medians, reader
+from dmtp_kernels.bench.measure import medians, readers
 from dmtp_kernels.bench.t1 import Stage, bench_t1, runs
 from dmtp_kernels.cli import app
 
@@ -86,7 +86,9 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 
 
 def test_the_reader_reads_what_it_says() -> None:
-    run, size = reader(CPU)
-    assert int(run()) == size // 8  # type: ignore[call-overload]
+    passes, size = readers(CPU)
+    assert int(passes["sum"]()) == size // 8  # type: ignore[call-overload]
+    assert int(passes["amax"]()) == 1  # type: ignore[call-overload]
+    assert passes["mv"]().numel() == size // 4 // (1 << 12)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="batch: is 0"):
         bench_t1(batches=())

@@ -39,14 +39,20 @@ def medians(entries: Mapping[str, Callable[[], object]], rounds: int, device: to
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def reader(device: torch.device) -> tuple[Callable[[], object], int]:
-    """A streaming read of a buffer larger than the caches, and its bytes: the ceiling of a pass over a head."""
+def readers(device: torch.device) -> tuple[dict[str, Callable[[], object]], int]:
+    """Streaming passes over a buffer larger than the caches, and the bytes of each: the fastest is the ceiling."""
     words = zeros((READ_BYTES // 8,), torch.int64, device).fill_(1)
     if device.type == "cuda":
         target = torch.empty_like(words)
         # on a GPU the ceiling is the copy: a reduction of this shape is a kernel of its own to tune
-        return lambda: target.copy_(words), 2 * READ_BYTES
-    return lambda: words.sum(), READ_BYTES
+        return {"copy": lambda: target.copy_(words)}, 2 * READ_BYTES
+    floats = words.view(torch.float32)
+    row = 1 << 12
+    return {
+        "sum": words.sum,
+        "amax": words.view(torch.int32).amax,
+        "mv": lambda: torch.mv(floats.view(-1, row), floats[:row]),
+    }, READ_BYTES
 
 
 def commit() -> str | None:
