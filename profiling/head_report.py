@@ -38,7 +38,7 @@ def heads(weight: torch.Tensor, calibration: torch.Tensor) -> Iterator[tuple[str
         for up_format in ("same", "int8"):
             options: dict[str, Any] = {"rank": max(1, width // share), "up_format": up_format}
             packed = pack_lm_head(weight, format="low_rank", calibration=calibration, **options)
-            for capacity in (64, 512):
+            for capacity in (64, 512, 2048):
                 label = f"low_rank H/{share}{'' if up_format == 'same' else ' int8'}, {capacity} rows"
                 yield label, dataclasses.replace(packed, capacity=capacity)
 

@@ -27,7 +27,9 @@ def fixed_point(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.frexp(torch.where(usable, greatest, 1.0)).exponent - 22
     step = torch.ldexp(torch.ones_like(greatest), exponent)
     q = torch.where(usable, (rows / step).round(), 0.0)
-    return q, torch.where(usable | (greatest == 0), step, torch.nan)
+    # a float64 row may be zero in fp32 alone
+    zero = (hidden == 0).all(dim=1, keepdim=True)
+    return q, torch.where(usable | zero, step, torch.nan)
 
 
 def split_digits(q: torch.Tensor) -> torch.Tensor:
