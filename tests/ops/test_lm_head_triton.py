@@ -35,7 +35,7 @@ if not INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 OPS = ("lm_head_select", "lm_head_screen", "lm_head_rescore")
-ROUTES = {name: {} for name in FORMATS if not FORMATS[name].factors} | {
+ROUTES: dict[str, dict[str, Any]] = {name: {} for name in FORMATS if not FORMATS[name].factors} | {
     "low_rank": {"rank": 37},
     "low_rank_int8": {"rank": 37, "up_format": "int8"},
 }
@@ -50,7 +50,7 @@ def _triton() -> Iterator[None]:
 
 def pack(weight: torch.Tensor, route: str, **options: Any) -> LMHead:
     name = route.removesuffix("_int8") if route.startswith("low_rank") else route
-    factors = {"calibration": random(64, weight.shape[1], seed=5)} if FORMATS[name].factors else {}
+    factors: dict[str, Any] = {"calibration": random(64, weight.shape[1], seed=5)} if FORMATS[name].factors else {}
     fallback = "full" if FORMATS[name].certified else "none"
     return pack_lm_head(weight, format=name, fallback=fallback, **ROUTES[route], **factors, **options)
 
@@ -69,7 +69,11 @@ def assert_same(hidden: torch.Tensor, head: LMHead, k: int = 1, logit_dtype: str
 def launched(run: Callable[[], object]) -> list[str]:
     """Kernels in the order of their launches, without the common prefix and suffix."""
     seen: dict[int, watch.Launch] = {}
-    with watch.watch(lambda access: seen.setdefault(id(access.launch), access.launch) and None):
+
+    def note(access: watch.Access) -> None:
+        seen.setdefault(id(access.launch), access.launch)
+
+    with watch.watch(note):
         run()
     return [entry.kernel.removeprefix("lm_head_").removesuffix("_kernel") for entry in seen.values()]
 
