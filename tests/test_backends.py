@@ -113,6 +113,37 @@ def test_use_backend_takes_effect_at_once_and_restores() -> None:
     assert backends.choose(OP, CPU) == "reference"
 
 
+def test_one_op_can_be_forced_alone() -> None:
+    register("reference", "cpu")
+    backends.register("other", {"reference": "missing.reference:run", "cpu": "missing.cpu:run"})
+    with backends.use_backend("reference", OP):
+        assert (backends.choose(OP, CPU), backends.choose("other", CPU)) == ("reference", "cpu")
+        with backends.use_backend("cpu", "other"):
+            assert (backends.choose(OP, CPU), backends.choose("other", CPU)) == ("reference", "cpu")
+        with backends.use_backend("reference"):
+            assert backends.choose("other", CPU) == "reference"
+            with backends.use_backend("cpu", OP):
+                assert (backends.choose(OP, CPU), backends.choose("other", CPU)) == ("cpu", "reference")
+            with backends.use_backend(None, OP):
+                assert backends.choose(OP, CPU) == "reference"
+        with backends.use_backend(None, OP):
+            assert backends.choose(OP, CPU) == "cpu"
+        assert backends.choose(OP, CPU) == "reference"
+    assert backends.choose(OP, CPU) == "cpu"
+
+
+def test_a_choice_reaches_an_op_that_has_run() -> None:
+    backends._loaded.update({(OP, "reference"): run_reference, (OP, "cpu"): run_cpu})
+    register("reference", "cpu")
+    backends.implementation(OP, CPU)()
+    with backends.use_backend("reference", OP):
+        backends.implementation(OP, CPU)()
+    backends.implementation(OP, CPU)()
+    backends.register(OP, {"reference": "missing.reference:run"})
+    backends.implementation(OP, CPU)()
+    assert RAN == ["cpu", "reference", "cpu", "reference"]
+
+
 def test_use_backend_restores_after_an_error() -> None:
     register("reference", "cpu")
     with pytest.raises(ZeroDivisionError), backends.use_backend("reference"):
