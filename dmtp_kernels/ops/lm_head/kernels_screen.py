@@ -64,9 +64,9 @@ def _exact(acc0, acc1, acc2, step, scale):
 
 
 @triton.jit
-def _add_group(score, acc0, acc1, acc2, scale):
-    """`score` plus one group's dots times its scale, in fp32."""
-    dots = tl.fma(acc2.to(tl.float32), 65536.0, (acc1 * 256 + acc0).to(tl.float32))
+def _add_group(score, acc0, acc1, acc2, scale, step):
+    """`score` plus one group's dots times its scale, in fp32; a power of two first, or large scales overflow."""
+    dots = tl.fma(acc2.to(tl.float32), 65536.0, (acc1 * 256 + acc0).to(tl.float32)) * step[None, :]
     return tl.fma(dots, scale[:, None], score)
 
 
@@ -117,8 +117,8 @@ def _int8_g64_scores(
             w = tl.load(rows[:, None] + k[None, :], mask=real[:, None] & (k < size)[None, :], other=0)
             scale = tl.load(scales + (start // 64 + i), mask=real & (start + 64 * i < size), other=0.0)
             dots = _digit_dots(w, digits[None, :] + k[:, None], padded, live[None, :], zero, zero, zero)
-            score = _add_group(score, dots[0], dots[1], dots[2], scale)
-    return score * step[None, :]
+            score = _add_group(score, dots[0], dots[1], dots[2], scale, step)
+    return score
 
 
 @triton.jit
@@ -141,8 +141,8 @@ def _int6_g64_scores(
             dots = _digit_dots(w.to(tl.int8, bitcast=True), at, padded, live[None, :], dots[0], dots[1], dots[2])
             w = (_shift(low, 4) & 15) | (_shift(high, 4 * i - 2) & 48)
             dots = _digit_dots(w.to(tl.int8, bitcast=True), at + 32, padded, live[None, :], dots[0], dots[1], dots[2])
-            score = _add_group(score, dots[0], dots[1], dots[2], scale)
-    return score * step[None, :]
+            score = _add_group(score, dots[0], dots[1], dots[2], scale, step)
+    return score
 
 
 @triton.jit
