@@ -204,11 +204,11 @@ def test_the_rest_of_a_tiny_state_is_not_lost(backend: str) -> None:
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_float64_beyond_fp32(name: str, backend: str) -> None:
     # states that are zero or infinite in fp32, rows that are
-    w, h = (
-        plain(90, 70).double(),
-        plain(6, 70, seed=1).double() * 10.0 ** torch.tensor([[-60], [-47], [-40], [0], [40], [60]]),
+    w = plain(90, 70).double().abs() * torch.logspace(-60, 60, 90, dtype=torch.float64)[:, None]
+    h = (
+        plain(6, 70, seed=1).double()
+        * 10.0 ** torch.tensor([[-60.0], [-47.0], [-40.0], [0.0], [40.0], [60.0]]).double()
     )
-    w = w.abs() * 10.0 ** torch.linspace(-60, 60, 90)[:, None]
     h = -h.abs()
     head = packed(w, name)
     assert missed(head, h) == 0 and outside(head, h) == 0
