@@ -57,11 +57,11 @@ def table(reports: list[tuple[str, HeadReport]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m profiling.head_report", description=__doc__.split("\n")[0])
     parser.add_argument("--head", type=Path, help="safetensors file with `weight` [V, H] and `states` [m, H]")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.head:
         tensors = load_file(options.head)
         weight, states = tensors["weight"], tensors["states"]
