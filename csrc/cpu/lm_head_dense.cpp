@@ -20,9 +20,9 @@ struct DenseScorer final : Scorer {
 
   static constexpr int kLines = kPair * sizeof(T) / 64;  // of cache that one step reads of a row
 
-  void score(int64_t first, int count, int64_t next, int, float* scores) const override {
+  void score(int64_t first, int count, int64_t later, int, float* scores) const override {
     const int64_t n = states.count;
-    Ahead ahead(rows.block(next), ceil_div(n, 8) * ceil_div(states.width, kPair) * kLines * kBlock);
+    Ahead ahead = Ahead::of_lines(rows.block(later), ceil_div(n, 8) * ceil_div(states.width, kPair) * kLines * kBlock);
     int64_t s = 0;
     for (; s + 8 <= n; s += 8) {
       add_states<8, 2>(first, count, s, ahead, scores);
@@ -72,7 +72,7 @@ struct DenseScorer final : Scorer {
       }
     }
     const auto step = [&](int64_t i, int64_t left) __attribute__((always_inline)) {
-      ahead.step(R * kLines);
+      ahead.template step<R * kLines>();
       Pair w[R];
       for (int r = 0; r < R; ++r) {
         const T* p = row + r * weight.stride[0] + i;
@@ -143,12 +143,11 @@ struct CanonicalScorer final : Scorer {
 
   int64_t row_bytes() const override { return rows.bytes; }
 
-  void score(int64_t first, int count, int64_t next, int, float* scores) const override {
-    const int64_t lines = ceil_div(rows.bytes, 64 * states.count);
-    Ahead ahead(rows.block(next), lines * states.count * kBlock);
+  void score(int64_t first, int count, int64_t later, int, float* scores) const override {
+    Ahead ahead(rows.block(later), states.count * kBlock);
     for (int r = 0; r < count; ++r) {
       for (int64_t s = 0; s < states.count; ++s) {
-        ahead.step(lines);
+        ahead.step();
         scores[s * kBlock + r] = canonical_dot(states.row(s), matrix.row<const T>(first + r), states.width);
       }
     }

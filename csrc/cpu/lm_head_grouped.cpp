@@ -42,9 +42,9 @@ struct GroupedScorer final : Scorer {
 
   int64_t row_bytes() const override { return codes.rows.bytes + scale.size[1] * 4 + 4; }
 
-  void score(int64_t first, int rows, int64_t next, int, float* scores) const override {
+  void score(int64_t first, int rows, int64_t later, int, float* scores) const override {
     const int64_t passes = ceil_div(digits.count, 2);
-    Ahead ahead(codes.rows.block(next), passes * codes.steps() * Codes::kParts * kBlock);
+    Ahead ahead = Ahead::of_lines(codes.rows.block(later), passes * codes.steps() * Codes::kParts * kBlock);
     int64_t s = 0;
     for (; s + 2 <= digits.count; s += 2) {
       states<2>(first, rows, s, ahead, scores);
@@ -78,7 +78,7 @@ struct GroupedScorer final : Scorer {
       step[i] = _mm512_set1_ps(static_cast<float>(digits.step[s + i]));
     }
     for (int64_t k = 0; k < codes.steps(); ++k) {
-      ahead.step(R * Codes::kParts);
+      ahead.template step<R * Codes::kParts>();
       __m512i code[R][Codes::kParts];
       __m512 scale_of[R];
       for (int r = 0; r < R; ++r) {

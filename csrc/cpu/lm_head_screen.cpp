@@ -6,8 +6,9 @@ namespace dmtp::DMTP_CAPABILITY {
 namespace {
 
 constexpr int64_t kRangeBytes = 1 << 19;
-constexpr float kTiny = 0x1p-125f;  // what products lose to underflow
-constexpr float kHuge = 0x1p100f;   // below this radius no order of summation can overflow
+constexpr int64_t kLeadBytes = 1 << 15;  // rows are fetched at least so far ahead
+constexpr float kTiny = 0x1p-125f;       // what products lose to underflow
+constexpr float kHuge = 0x1p100f;        // below this radius no order of summation can overflow
 
 // Both ends of the intervals of a block. A row that does not count has none: -inf.
 struct Intervals {
@@ -136,55 +137,6 @@ float kth_greatest(const float* values, int64_t size, int64_t count, float* spar
 
 }  // namespace
 
-ByteRows byte_rows(const Tensor& matrix, int64_t count) {
-  const int64_t size = matrix.dtype == DType::f32                                  ? 4
-                       : matrix.dtype == DType::bf16 || matrix.dtype == DType::f16 ? 2
-                                                                                   : 1;
-  return {static_cast<const char*>(matrix.data), matrix.stride[0] * size, matrix.size[1] * size, count};
-}
-
-std::unique_ptr<Scorer> make_scorer(const LMHead& head, const Tensor& hidden, const States& states, int64_t first,
-                                    int workers, Scratch& scratch, const ParallelFor& parallel) {
-  const auto* row_scale = static_cast<const float*>(head.scale.data);
-  if (head.format == ScreenFormat::dense) {
-    return make_dense_scorer(head.weight, head.num_valid, hidden, first, states, workers, scratch);
-  }
-  if (head.format != ScreenFormat::low_rank) {
-    const ByteRows codes = byte_rows(head.codes, head.num_valid);
-    const Digits digits = make_digits(hidden, first, states.count, scratch, parallel);
-    switch (head.format) {
-      case ScreenFormat::int8:
-        return make_row_scale_scorer(codes, row_scale, digits, workers, scratch);
-      case ScreenFormat::int4_g32:
-        return make_multiplier_scorer(codes, row_scale, digits, workers, scratch);
-      default:
-        return make_grouped_scorer(head.format, codes, head.scale, digits, workers, scratch);
-    }
-  }
-  const int64_t rank = head.down.size[0];
-  Tensor inner;  // z = down h
-  auto* z = scratch.take<float>(states.count * rank);
-  inner.data = z;
-  inner.dtype = DType::f32;
-  inner.size[0] = states.count;
-  inner.size[1] = inner.stride[0] = rank;
-  inner.stride[1] = 1;
-  with_float_type(head.down.dtype, [&]<class T>(const T*) {
-    parallel(rank, 8, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) {
-        for (int64_t s = 0; s < states.count; ++s) {
-          z[s * rank + r] = canonical_dot(states.row(s), head.down.row<const T>(r), states.width);
-        }
-      }
-    });
-  });
-  if (head.up.dtype == DType::i8) {
-    return make_row_scale_scorer(byte_rows(head.up, head.num_valid), row_scale,
-                                 make_digits(inner, 0, states.count, scratch, parallel), workers, scratch);
-  }
-  return make_canonical_scorer(head.up, head.num_valid, make_states(inner, 0, states.count, scratch, parallel));
-}
-
 Screened screen(const LMHead& head, const Scorer& scorer, const States& states, int64_t k, bool bf16_logits,
                 int workers, Scratch& scratch, const ParallelFor& parallel) {
   const int64_t n = states.count, groups = round_up(head.num_valid, 64) / kGroup;
@@ -196,6 +148,7 @@ Screened screen(const LMHead& head, const Scorer& scorer, const States& states, 
   auto* scores = scratch.fill<float>(workers * n * kBlock, 0.0f);
   const Pass pass{head, scorer, states, kept, groups, bf16_logits, certified, upper, lowest};
   Ranges ranges(head.num_valid, std::max<int64_t>(1, kRangeBytes / scorer.row_bytes() / kBlock) * kBlock);
+  const int64_t lead = ceil_div(kLeadBytes, scorer.row_bytes() * kBlock) * kBlock;
   parallel(workers, 1, [&](int64_t begin, int64_t end) {
     scorer.enter();
     for (int64_t w = begin; w < end; ++w) {
@@ -205,8 +158,8 @@ Screened screen(const LMHead& head, const Scorer& scorer, const States& states, 
         const int64_t last = ranges.end(now);
         for (int64_t first = now; first < last; first += kBlock) {
           const int rows = static_cast<int>(std::min<int64_t>(kBlock, last - first));
-          const int64_t next = first + kBlock < last ? first + kBlock : after < head.num_valid ? after : -1;
-          scorer.score(first, rows, next, static_cast<int>(w), mine);
+          const int64_t ahead = first + lead < last ? first + lead : after + (first + lead - last);
+          scorer.score(first, rows, ahead < head.num_valid ? ahead : -1, static_cast<int>(w), mine);
           pass.close(first, rows, static_cast<int>(w), mine);
         }
       }

@@ -100,24 +100,39 @@ struct Sums {
     }
   }
 
-  // One step along the columns.
-  static void add(const char* a0, const char* a1, int64_t a_stride, const char* b0, const char* b1) {
+  // One step along the columns, with `kCalls` steps of `ahead`.
+  static constexpr int kCalls = (1 + two_rows) + (1 + two_columns) + (1 + two_rows) * (1 + two_columns);
+
+  static void add(const char* a0, const char* a1, int64_t a_stride, const char* b0, const char* b1, Ahead& ahead) {
+    ahead.step();
     _tile_loadd(6, b0, kTileBytes);
+    ahead.step();
     _tile_loadd(4, a0, a_stride);
+    ahead.step();
     DMTP_TILE_PRODUCT(0, 4, 6);
     if constexpr (two_rows) {
+      ahead.step();
       _tile_loadd(5, a1, a_stride);
+      ahead.step();
       DMTP_TILE_PRODUCT(1, 5, 6);
     }
     if constexpr (two_columns) {
+      ahead.step();
       _tile_loadd(7, b1, kTileBytes);
+      ahead.step();
       DMTP_TILE_PRODUCT(2, 4, 7);
     }
     if constexpr (two_rows && two_columns) {
+      ahead.step();
       DMTP_TILE_PRODUCT(3, 5, 7);
     }
   }
 };
+
+// Calls of `step` while twice sixteen rows are multiplied with so many tiles of columns, per step along them.
+inline int64_t ahead_calls(int64_t tiles) {
+  return tiles / 2 * Sums<false, true, true>::kCalls + tiles % 2 * Sums<false, true, false>::kCalls;
+}
 
 // body(Sums, tile) for tiles of columns in twos.
 template <bool bf16, bool two_rows, class Body>

@@ -33,13 +33,12 @@ struct GroupedTiles final : TileScorer {
 
   int64_t row_bytes() const override { return codes.bytes + scale.size[1] * 4 + 4; }
 
-  void score(int64_t first, int rows, int64_t next, int worker, float* scores) const override {
+  void score(int64_t first, int rows, int64_t later, int worker, float* scores) const override {
     char* mine = memory + worker * worker_bytes;
     auto* sums = reinterpret_cast<int32_t*>(mine);
     char* copy = mine + 2 * kSums * 4;
     auto* totals = reinterpret_cast<__m512*>(copy + kSteps * kTileSize);  // [blocks, 16]
-    const int64_t calls = digits.blocks() * digits.steps * 2, lines = ceil_div(kBlock * codes.bytes, 64 * calls);
-    Ahead ahead(codes.block(next), lines * calls);
+    Ahead ahead(codes.block(later), 2 * digits.tiles * digits.steps);
     for (int r = 0; r < rows; r += kTileRows) {
       const int here = rows - r < kTileRows ? rows - r : kTileRows;
       for (int64_t begin = 0; begin < digits.steps; begin += kSteps) {
@@ -51,13 +50,13 @@ struct GroupedTiles final : TileScorer {
           __m512* of_block = totals + block * kTileRows;
           switch (digits.tiles_of(block)) {
             case 1:
-              add_groups<1>(part, begin, end, block, first + r, here, sums, ahead, lines, of_block);
+              add_groups<1>(part, begin, end, block, first + r, here, sums, ahead, of_block);
               break;
             case 2:
-              add_groups<2>(part, begin, end, block, first + r, here, sums, ahead, lines, of_block);
+              add_groups<2>(part, begin, end, block, first + r, here, sums, ahead, of_block);
               break;
             default:
-              add_groups<3>(part, begin, end, block, first + r, here, sums, ahead, lines, of_block);
+              add_groups<3>(part, begin, end, block, first + r, here, sums, ahead, of_block);
           }
         }
       }
@@ -97,7 +96,7 @@ struct GroupedTiles final : TileScorer {
 
   template <int T>
   void add_groups(const Tiles& part, int64_t begin, int64_t end, int64_t block, int64_t first, int rows, int32_t* sums,
-                  Ahead& ahead, int64_t lines, __m512* totals) const {
+                  Ahead& ahead, __m512* totals) const {
     const int states = digits.states(block);
     const float* scales = scale.row<const float>(first);
     const __m512 step =
@@ -110,8 +109,7 @@ struct GroupedTiles final : TileScorer {
     for (int64_t k = begin; k <= end; ++k) {
       // the sums of one group are scaled while tiles make those of the next
       if (k < end) {
-        ahead.step(lines);
-        sum_group<T>(part.data + (k - begin) * part.step, part.stride, 3 * block, k, sums + (k % 2) * kSums);
+        sum_group<T>(part.data + (k - begin) * part.step, part.stride, 3 * block, k, ahead, sums + (k % 2) * kSums);
       }
       if (k > begin) {
         add_group(sums + ((k - 1) % 2) * kSums, states, step, scales + k - 1, rows, acc);
@@ -123,19 +121,22 @@ struct GroupedTiles final : TileScorer {
   }
 
   template <int T>
-  void sum_group(const char* rows, int64_t stride, int64_t tile, int64_t k, int32_t* sums) const {
+  void sum_group(const char* rows, int64_t stride, int64_t tile, int64_t k, Ahead& ahead, int32_t* sums) const {
     constexpr int64_t kBytes = kSumStride * 4;
     _tile_zero(0);
     _tile_loadd(4, rows, stride);
+    ahead.step();
     _tile_loadd(5, digits.tile(tile, k), kTileBytes);
     _tile_dpbssd(0, 4, 5);
     if constexpr (T > 1) {
       _tile_zero(1);
+      ahead.step();
       _tile_loadd(6, digits.tile(tile + 1, k), kTileBytes);
       _tile_dpbssd(1, 4, 6);
     }
     if constexpr (T > 2) {
       _tile_zero(2);
+      ahead.step();
       _tile_loadd(7, digits.tile(tile + 2, k), kTileBytes);
       _tile_dpbssd(2, 4, 7);
     }

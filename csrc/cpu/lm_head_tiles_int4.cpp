@@ -42,22 +42,20 @@ struct MultiplierTiles final : TileScorer {
   int64_t sums_bytes() const { return (kBlock * sum_stride + 32) * 4; }
   int64_t row_bytes() const override { return codes.bytes + 4; }
 
-  void score(int64_t first, int rows, int64_t next, int worker, float* scores) const override {
+  void score(int64_t first, int rows, int64_t later, int worker, float* scores) const override {
     char* mine = memory + worker * worker_bytes;
     auto* sums = reinterpret_cast<int32_t*>(mine);
     char* low = mine + sums_bytes();
     char* high = low + kSteps * kTileSize;
-    const int64_t calls = ceil_div(digits.tiles, 2) * digits.steps * 2;
-    const int64_t lines = ceil_div(kBlock * codes.bytes, 64 * calls);
-    Ahead ahead(codes.block(next), lines * calls);
+    Ahead ahead(codes.block(later), 2 * ahead_calls(digits.tiles) * digits.steps);
     for (int r = 0; r < rows; r += kTileRows) {
       const int here = rows - r < kTileRows ? rows - r : kTileRows;
       if (digits.tiles == 1) {
-        sum_few<false>(first + r, here, low, high, ahead, lines, sums);
+        sum_few<false>(first + r, here, low, high, ahead, sums);
       } else if (digits.tiles == 2) {
-        sum_few<true>(first + r, here, low, high, ahead, lines, sums);
+        sum_few<true>(first + r, here, low, high, ahead, sums);
       } else {
-        sum_many(first + r, here, low, high, ahead, lines, sums);
+        sum_many(first + r, here, low, high, ahead, sums);
       }
       for (int64_t block = 0; block < digits.blocks(); ++block) {
         close_tiles(digits, block, sums + block * 48, sums + 16 * sum_stride + block * 48, sum_stride,
@@ -68,19 +66,18 @@ struct MultiplierTiles final : TileScorer {
 
   // Step by step, so that the next one is unpacked while tiles multiply the last.
   template <bool two_columns>
-  void sum_few(int64_t first, int rows, char* low, char* high, Ahead& ahead, int64_t lines, int32_t* sums) const {
+  void sum_few(int64_t first, int rows, char* low, char* high, Ahead& ahead, int32_t* sums) const {
     Sums<false, true, two_columns>::zero();
     for (int64_t k = 0; k < digits.steps; ++k) {
       const int64_t at = k % kSteps * kTileSize;
       unpack_step(first, rows, k, low + at, high + at);
-      ahead.step(lines);
       Sums<false, true, two_columns>::add(low + at, high + at, kTileBytes, digits.tile(0, k),
-                                          digits.tile(two_columns, k));
+                                          digits.tile(two_columns, k), ahead);
     }
     Sums<false, true, two_columns>::store(sums, sum_stride);
   }
 
-  void sum_many(int64_t first, int rows, char* low, char* high, Ahead& ahead, int64_t lines, int32_t* sums) const {
+  void sum_many(int64_t first, int rows, char* low, char* high, Ahead& ahead, int32_t* sums) const {
     for (int64_t begin = 0; begin < digits.steps; begin += kSteps) {
       const int64_t end = begin + kSteps < digits.steps ? begin + kSteps : digits.steps;
       for (int64_t k = begin; k < end; ++k) {
@@ -94,8 +91,7 @@ struct MultiplierTiles final : TileScorer {
         }
         for (int64_t k = begin; k < end; ++k) {
           const int64_t at = (k - begin) * kTileSize;
-          ahead.step(lines);
-          tiles.add(low + at, high + at, kTileBytes, digits.tile(t, k), digits.tile(t + two_columns, k));
+          tiles.add(low + at, high + at, kTileBytes, digits.tile(t, k), digits.tile(t + two_columns, k), ahead);
         }
         tiles.store(sums + t * 16, sum_stride);
       });

@@ -21,20 +21,19 @@ struct RowsInPlace {
 
   // sums[kBlock, stride]: the products of rows first .. first + count - 1 with all columns.
   template <bool bf16>
-  void multiply(int64_t first, int count, int64_t next, const TileColumns& columns, char* scratch, void* sums,
+  void multiply(int64_t first, int count, int64_t later, const TileColumns& columns, char* scratch, void* sums,
                 int64_t stride) const {
-    const int64_t calls = ceil_div(columns.tiles, 2) * steps, lines = ceil_div(kBlock * rows.bytes, 64 * calls);
-    Ahead ahead(rows.block(next), lines * calls);
+    Ahead ahead(rows.block(later), ahead_calls(columns.tiles) * steps);
     if (count == kBlock) {
       const Tiles upper = tiles(first, scratch), lower = tiles(first + kTileRows, scratch + kTileSize);
-      sum<bf16, true>(upper, lower, columns, ahead, lines, sums, stride);
+      sum<bf16, true>(upper, lower, columns, ahead, sums, stride);
       return;
     }
     for (int r = 0; r < count; r += kTileRows) {
       const int here = count - r < kTileRows ? count - r : kTileRows;
       const Tiles part =
           here < kTileRows ? copied(first + r, here, scratch + 2 * kTileSize) : tiles(first + r, scratch);
-      sum<bf16, false>(part, part, columns, ahead, lines, static_cast<char*>(sums) + r * stride * 4, stride);
+      sum<bf16, false>(part, part, columns, ahead, static_cast<char*>(sums) + r * stride * 4, stride);
     }
   }
 
@@ -47,18 +46,17 @@ struct RowsInPlace {
   };
 
   template <bool bf16, bool two_rows>
-  void sum(const Tiles& upper, const Tiles& lower, const TileColumns& columns, Ahead& ahead, int64_t lines, void* sums,
+  void sum(const Tiles& upper, const Tiles& lower, const TileColumns& columns, Ahead& ahead, void* sums,
            int64_t stride) const {
     const int64_t direct = steps - (upper.tail != nullptr);
     each_two_tiles<bf16, two_rows>(columns.tiles, [&]<bool two>(Sums<bf16, two_rows, two> product, int64_t t) {
       product.zero();
       for (int64_t k = 0; k < direct; ++k) {
-        ahead.step(lines);
         product.add(upper.data + k * upper.step, lower.data + k * lower.step, upper.stride, columns.tile(t, k),
-                    columns.tile(t + two, k));
+                    columns.tile(t + two, k), ahead);
       }
       if (upper.tail != nullptr) {
-        product.add(upper.tail, lower.tail, kTileBytes, columns.tile(t, direct), columns.tile(t + two, direct));
+        product.add(upper.tail, lower.tail, kTileBytes, columns.tile(t, direct), columns.tile(t + two, direct), ahead);
       }
       product.store(static_cast<char*>(sums) + t * kTileBytes, stride);
     });
@@ -100,10 +98,10 @@ struct RowScaleTiles final : TileScorer {
 
   int64_t row_bytes() const override { return codes.rows.bytes + 8; }
 
-  void score(int64_t first, int rows, int64_t next, int worker, float* scores) const override {
+  void score(int64_t first, int rows, int64_t later, int worker, float* scores) const override {
     char* mine = memory + worker * worker_bytes;
     auto* sums = reinterpret_cast<int32_t*>(mine);
-    codes.multiply<false>(first, rows, next, digits, mine + sums_bytes, sums, stride);
+    codes.multiply<false>(first, rows, later, digits, mine + sums_bytes, sums, stride);
     for (int64_t block = 0; block < digits.blocks(); ++block) {
       for (int r = 0; r < rows; r += kTileRows) {
         close_tiles(digits, block, sums + r * stride + block * 48, nullptr, stride, scale + first + r,
@@ -141,11 +139,11 @@ struct DenseTiles final : TileScorer {
     return {length + 0x1p-100f, columns * 0x1p-124f * (1.0f + length)};
   }
 
-  void score(int64_t first, int rows, int64_t next, int worker, float* scores) const override {
+  void score(int64_t first, int rows, int64_t later, int worker, float* scores) const override {
     char* mine = memory + worker * worker_bytes;
     auto* sums = reinterpret_cast<float*>(mine);
     const int64_t stride = states.tiles * 16;
-    weight.multiply<true>(first, rows, next, states, mine + kBlock * states.tiles * kTileBytes, sums, stride);
+    weight.multiply<true>(first, rows, later, states, mine + kBlock * states.tiles * kTileBytes, sums, stride);
     for (int64_t t = 0; t < states.tiles; ++t) {
       for (int r = 0; r < rows; r += kTileRows) {
         __m512 x[kTileRows];

@@ -31,9 +31,9 @@ struct RowScaleScorer final : Scorer {
 
   int64_t row_bytes() const override { return codes.bytes + 8; }
 
-  void score(int64_t first, int rows, int64_t next, int, float* scores) const override {
+  void score(int64_t first, int rows, int64_t later, int, float* scores) const override {
     const int64_t passes = ceil_div(digits.count, 4);
-    Ahead ahead(codes.block(next), passes * ceil_div(codes.bytes, kStep) * kBlock);
+    Ahead ahead = Ahead::of_lines(codes.block(later), passes * ceil_div(codes.bytes, kStep) * kBlock);
     int64_t s = 0;
     for (; s + 4 <= digits.count; s += 4) {
       states<4, 2>(first, rows, s, ahead, scores);
@@ -73,7 +73,7 @@ struct RowScaleScorer final : Scorer {
       }
     }
     const auto step = [&](int64_t j, __mmask64 mask) __attribute__((always_inline)) {
-      ahead.step(R);
+      ahead.template step<R>();
       __m512i code[R];
       for (int r = 0; r < R; ++r) {
         code[r] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, row + r * codes.stride + j), _mm512_set1_epi8(-128));
@@ -130,9 +130,9 @@ struct MultiplierScorer final : Scorer {
 
   int64_t row_bytes() const override { return codes.bytes + 4; }
 
-  void score(int64_t first, int rows, int64_t next, int, float* scores) const override {
+  void score(int64_t first, int rows, int64_t later, int, float* scores) const override {
     const int64_t passes = ceil_div(digits.count, 2);
-    Ahead ahead(codes.block(next), passes * ceil_div(packed, kStep) * kBlock);
+    Ahead ahead = Ahead::of_lines(codes.block(later), passes * ceil_div(packed, kStep) * kBlock);
     int64_t s = 0;
     for (; s + 2 <= digits.count; s += 2) {
       states<2, 2>(first, rows, s, ahead, scores);
@@ -168,7 +168,7 @@ struct MultiplierScorer final : Scorer {
       start<S>(row + r * codes.stride + packed, s, acc[r]);
     }
     const auto step = [&](int64_t j, __mmask64 mask) __attribute__((always_inline)) {
-      ahead.step(R);
+      ahead.template step<R>();
       __m512i low[R], high[R], low_multiplier[R], high_multiplier[R];
       for (int r = 0; r < R; ++r) {
         const char* here = row + r * codes.stride;
