@@ -202,6 +202,14 @@ def test_inert_rows_are_finite_and_alone(name: str, index: torch.dtype) -> None:
     assert torch.equal(alone[2], embeds[[0, 3]])
 
 
+def test_an_unproved_screen_certifies_nothing() -> None:
+    table, h, w = random(V, E), random(4, H, seed=1), random(V, H, seed=6)
+    for fallback, proved in (("none", False), ("full", True)):
+        head = pack_lm_head(w, format="low_rank", calibration=h, rank=4, fallback=fallback)
+        t1, _, _, certified = fused_t1_prep(torch.arange(4), h, head, table, make_fusion("residual"), mask_id=MASK)
+        assert (t1 >= 0).all() and certified.tolist() == [proved] * 4
+
+
 def test_a_row_without_a_token_keeps_its_anchor_and_masks() -> None:
     table, h = random(V, E), random(2, H, seed=1)
     h[1] = float("nan")

@@ -200,6 +200,27 @@ def test_threads_and_batches_change_no_bit(mode: str) -> None:
         assert all(torch.equal(a, b[:batch]) for a, b in zip(part, found[0], strict=True))
 
 
+@pytest.mark.parametrize("mode", ["residual", "residual_low_rank"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_call_left_behind_is_not_read(mode: str, dtype: torch.dtype) -> None:
+    # scratch memory is kept: a longer row full of NaN first, then rows that end inside a vector
+    ids = torch.arange(3)
+
+    def run(width: int, hidden: int, rank: int, fill: float | None) -> torch.Tensor:
+        table, h = random(V, width, seed=0, dtype=dtype), random(3, hidden, seed=1, dtype=dtype)
+        if fill is not None:
+            table.fill_(fill)
+            h.fill_(fill)
+        fusion = make_fusion(mode, width, hidden, dtype, rank=rank)
+        return fused_t1_prep(ids, h, None, table, fusion, mask_id=MASK, t1_override=ids)[2]
+
+    run(90, 170, 50, float("nan"))
+    first = run(33, 34, 19, None)
+    assert first.isfinite().all() and not torch.equal(first[:, 1], random(V, 33, seed=0, dtype=dtype)[ids])
+    run(90, 170, 50, 1.0)
+    assert torch.equal(run(33, 34, 19, None), first)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_at_the_edges_of_the_formats(dtype: torch.dtype) -> None:
     # ties and overflow of the last rounding: the residual is exact, so the slot is the rounded sum of two numbers
