@@ -9,6 +9,32 @@ namespace {
 
 constexpr int kStep = 64;  // columns of int8 codes per instruction
 
+// The digit sums of up to kBlock rows for S states, in lanes still to be added.
+template <int S>
+struct BlockSums {
+  __m512i lanes[3 * S][kBlock];
+
+  explicit BlockSums(int rows) {
+    for (auto& of_digit : lanes) {
+      std::fill(of_digit + rows, of_digit + kBlock, _mm512_setzero_si512());
+    }
+  }
+
+  // With `offset` taken from the sums of each digit.
+  void scores(const int32_t* offset, int rows, const double* step, const float* scale, float* out) const {
+    alignas(64) int32_t sums[3][kBlock];
+    for (int i = 0; i < S; ++i) {
+      for (int d = 0; d < 3; ++d) {
+        const __m512i from = _mm512_set1_epi32(offset != nullptr ? offset[3 * i + d] : 0);
+        for (int r = 0; r < kBlock; r += 16) {
+          _mm512_store_si512(sums[d] + r, _mm512_sub_epi32(lane_sums(lanes[3 * i + d] + r), from));
+        }
+      }
+      rows_scores(sums[0], sums[1], sums[2], rows, step[i], scale, out + i * kBlock);
+    }
+  }
+};
+
 // Codes are taken as unsigned, code + 128; the digits' sums take 128 back.
 struct RowScaleScorer final : Scorer {
   ByteRows codes;
@@ -49,7 +75,7 @@ struct RowScaleScorer final : Scorer {
 
   template <int S, int R>
   void states(int64_t first, int rows, int64_t s, Ahead& ahead, float* scores) const {
-    alignas(64) int32_t sums[3 * S][kBlock];
+    BlockSums<S> sums(rows);
     int r = 0;
     for (; r + R <= rows; r += R) {
       dots<S, R>(codes.row(first + r), s, ahead, r, sums);
@@ -57,14 +83,11 @@ struct RowScaleScorer final : Scorer {
     for (; r < rows; ++r) {
       dots<S, 1>(codes.row(first + r), s, ahead, r, sums);
     }
-    for (int i = 0; i < S; ++i) {
-      rows_scores(sums[3 * i], sums[3 * i + 1], sums[3 * i + 2], rows, digits.step[s + i], scale + first,
-                  scores + (s + i) * kBlock);
-    }
+    sums.scores(offset + 3 * s, rows, digits.step + s, scale + first, scores + s * kBlock);
   }
 
   template <int S, int R>
-  void dots(const char* row, int64_t s, Ahead& ahead, int at, int32_t (*sums)[kBlock]) const {
+  void dots(const char* row, int64_t s, Ahead& ahead, int at, BlockSums<S>& sums) const {
     const int8_t* digit = digits.row(s, 0);
     __m512i acc[R][3 * S];
     for (auto& of_row : acc) {
@@ -94,7 +117,7 @@ struct RowScaleScorer final : Scorer {
     }
     for (int i = 0; i < 3 * S; ++i) {
       for (int r = 0; r < R; ++r) {
-        sums[i][at + r] = _mm512_reduce_add_epi32(acc[r][i]) - offset[3 * s + i];
+        sums.lanes[i][at + r] = acc[r][i];
       }
     }
   }
@@ -110,7 +133,7 @@ struct MultiplierScorer final : Scorer {
   Digits digits;
   int64_t packed, groups, group_stride;
   const int8_t* nibbles;     // digits in the order of the nibbles
-  const int16_t* group_sum;  // [count, 3, group_stride]
+  const int16_t* group_sum;  // [count, 3, group_stride], negated
 
   MultiplierScorer(const ByteRows& codes, const float* scale, const Digits& digits, Scratch& scratch)
       : codes(codes), scale(scale), digits(digits) {
@@ -122,7 +145,7 @@ struct MultiplierScorer final : Scorer {
     for (int64_t i = 0; i < digits.count * 3; ++i) {
       for (int64_t j = 0; j < groups * 32; ++j) {
         sums[i * group_stride + j / 32] =
-            static_cast<int16_t>(sums[i * group_stride + j / 32] + digits.rows[i * digits.stride + j]);
+            static_cast<int16_t>(sums[i * group_stride + j / 32] - digits.rows[i * digits.stride + j]);
       }
     }
     group_sum = sums;
@@ -144,7 +167,7 @@ struct MultiplierScorer final : Scorer {
 
   template <int S, int R>
   void states(int64_t first, int rows, int64_t s, Ahead& ahead, float* scores) const {
-    alignas(64) int32_t sums[3 * S][kBlock];
+    BlockSums<S> sums(rows);
     int r = 0;
     for (; r + R <= rows; r += R) {
       dots<S, R>(codes.row(first + r), s, ahead, r, sums);
@@ -152,14 +175,11 @@ struct MultiplierScorer final : Scorer {
     for (; r < rows; ++r) {
       dots<S, 1>(codes.row(first + r), s, ahead, r, sums);
     }
-    for (int i = 0; i < S; ++i) {
-      rows_scores(sums[3 * i], sums[3 * i + 1], sums[3 * i + 2], rows, digits.step[s + i], scale + first,
-                  scores + (s + i) * kBlock);
-    }
+    sums.scores(nullptr, rows, digits.step + s, scale + first, scores + s * kBlock);
   }
 
   template <int S, int R>
-  void dots(const char* row, int64_t s, Ahead& ahead, int at, int32_t (*sums)[kBlock]) const {
+  void dots(const char* row, int64_t s, Ahead& ahead, int at, BlockSums<S>& sums) const {
     // four multipliers of 64 packed bytes: low nibbles are groups 0 and 2, high ones 1 and 3
     const __m512i pick_low = lanes_of(0, 2), pick_high = lanes_of(1, 3), nibble = _mm512_set1_epi8(15);
     const int8_t* digit = nibbles + s * 3 * digits.stride;
@@ -199,7 +219,7 @@ struct MultiplierScorer final : Scorer {
     }
     for (int i = 0; i < 3 * S; ++i) {
       for (int r = 0; r < R; ++r) {
-        sums[i][at + r] = _mm512_reduce_add_epi32(acc[r][i]);
+        sums.lanes[i][at + r] = acc[r][i];
       }
     }
   }
@@ -212,13 +232,10 @@ struct MultiplierScorer final : Scorer {
     }
     for (int64_t g = 0; g < groups; g += 32) {
       const __mmask32 mask = groups - g < 32 ? ~uint32_t{0} >> (32 - (groups - g)) : ~uint32_t{0};
-      const __m512i m = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, multipliers + g));
+      const __m512i m = _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, multipliers + g)), 3);
       for (int i = 0; i < 3 * S; ++i) {
         acc[i] = _mm512_dpwssd_epi32(acc[i], m, _mm512_load_si512(group_sum + (3 * s + i) * group_stride + g));
       }
-    }
-    for (int i = 0; i < 3 * S; ++i) {
-      acc[i] = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(acc[i], 3));
     }
   }
 

@@ -34,6 +34,23 @@ inline __m512 whole_scores(__m512i c0, __m512i c1, __m512i c2, const __m512d (&s
   return _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1);
 }
 
+// The sums of the lanes of 16 vectors: less than a third of the instructions of 16 sums of one vector's lanes.
+inline __m512i lane_sums(const __m512i* v) {
+  __m512i pairs[8], fours[4];
+  for (int i = 0; i < 8; ++i) {
+    const __m512i a = v[2 * i], b = v[2 * i + 1];
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = pairs[2 * i], b = pairs[2 * i + 1];
+    fours[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  const auto halves = [](__m512i a, __m512i b) {
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+  };
+  return halves(halves(fours[0], fours[1]), halves(fours[2], fours[3]));
+}
+
 // The scores of one state from the digit sums of up to kBlock rows.
 inline void rows_scores(const int32_t* c0, const int32_t* c1, const int32_t* c2, int rows, double step,
                         const float* scale, float* scores) {
