@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from dmtp_kernels import backends, use_backend
+from dmtp_kernels.ops import _workspace
 from dmtp_kernels.ops.lm_head import LMHead, pack_lm_head
 from dmtp_kernels.ops.t1_prep import Fusion
 from dmtp_kernels.ops.t1_prep.distributed import fused_t1_prep_sharded
@@ -148,6 +149,7 @@ def _table_cut(reduce: bool) -> Case:
     table = random(V, E, seed=1)
     table[:, 3] = -0.0
     table[V // 2] = float("nan")  # the row that ranks read which do not own T1
+    table[(hidden @ weight.T)[2].argmax(), 0] = float("nan")  # the owner alone sees this
     fusion = dataclasses.replace(whole.fusion, weight=torch.zeros(E, E + H))
 
     def shard(rank: int, world: int) -> tuple[LMHead, dict[str, Any]]:
@@ -184,6 +186,13 @@ def call(case: Case, head: LMHead, **options: Any) -> Outputs:
     return fused_t1_prep_sharded(case.anchor, inputs.pop("h_mtp"), head, inputs.pop("embedding"), case.fusion, **inputs)
 
 
+def _spoil_scratch() -> None:
+    """What an earlier call left in the words that travel, other bytes on every rank."""
+    for owner, buffer in _workspace._buffers.items():
+        if owner[0] == "t1_prep_words":
+            buffer.random_()
+
+
 def run_rank(rank: int, folder: str, names: list[str]) -> None:
     """All four ranks together, and each half of them, on every backend."""
     halves = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
@@ -200,6 +209,7 @@ def run_rank(rank: int, folder: str, names: list[str]) -> None:
             for world, place, group in groups:
                 for name, case in cases().items():
                     head, options = case.shard(place, world)
+                    _spoil_scratch()
                     before = group._get_sequence_number_for_group()
                     outputs = call(case, head, group=group, **options)
                     results[backend, world, name] = outputs, group._get_sequence_number_for_group() - before
@@ -215,11 +225,12 @@ def run_rank(rank: int, folder: str, names: list[str]) -> None:
 if __name__ == "__main__":
     rank, folder = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
+    torch.manual_seed(rank)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=4,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=240),
     )
     run_rank(rank, folder, sys.argv[3:])

@@ -19,7 +19,7 @@ from tests.ops.conftest import INTERPRETED, kernel_backends
 ROOT = Path(__file__).parents[2]
 BACKENDS = kernel_backends("fused_t1_prep")
 CASES = t1_prep_ranks.cases()
-SECONDS = 150
+SECONDS = 300
 BY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
 BY_WORLD = pytest.mark.parametrize("world", [2, 4])
 

@@ -27,7 +27,7 @@ class TailConfig:
     warps: int
     stages: int
     registers: int | None = None
-    """Most registers of a thread, when nothing is cut or scaled."""
+    """Most registers of a thread, with two streams of which none is cut or scaled."""
 
     def whole(self, rows: int, *sizes: int) -> bool:
         """Whether no tile is cut."""
@@ -44,9 +44,9 @@ class TailConfig:
             "STAGES": self.stages,
         }
 
-    def options(self, whole: bool, scaled: bool) -> dict[str, Any]:
+    def options(self, whole: bool, scaled: bool, both: bool) -> dict[str, Any]:
         """The compiler's options besides `num_warps`: a product and a sum round separately unless `fma` is written."""
-        capped = self.registers and whole and not scaled
+        capped = self.registers and both and whole and not scaled
         return {"enable_fp_fusion": False} | ({"maxnreg": self.registers} if capped else {})
 
 
@@ -132,7 +132,7 @@ def _variant(
         aligned=tuple(n for n in present if n not in _UNALIGNED.split() and n not in _FLOATS),
         num_warps=config.warps,
         num_stages=config.stages,
-        options=config.options(whole, bool(flags.get("SCALED"))),
+        options=config.options(whole, bool(flags.get("SCALED")), "norm_e_ptr" in present),
         streams=tuple(n for n in ("down_ptr", "matrix_ptr") if n in present),
     )
 

@@ -197,7 +197,7 @@ def t1_prep_tail_kernel(
     b = tl.program_id(0).to(tl.int64) * REQUESTS + tl.arange(0, REQUESTS)
     c = tl.program_id(1).to(tl.int64) * R + tl.arange(0, R)
     live, inside = b < batch, c < width
-    both = live[:, None] & inside[None, :]
+    both = live[:, None] if WHOLE else live[:, None] & inside[None, :]
     anchor = tl.load(anchor_ptr + b, mask=live, other=-1)
     value = tl.load(t1_ptr + b, mask=live, other=-1)
     status = anchor if status_ptr is None else tl.load(status_ptr + b * status_stride, mask=live, other=0)
@@ -228,7 +228,7 @@ def t1_prep_tail_kernel(
         first = _scaled(tl.load(at, mask=both, other=0), factor, SCALED)
     mask_row, mask_owned = _place(tl.cast(mask_id, tl.int64), start, table_rows)
     if mask_ptr is not None:
-        mask = tl.load(mask_ptr + c, mask=inside, other=0).to(plain.dtype)
+        mask = (tl.load(mask_ptr + c) if WHOLE else tl.load(mask_ptr + c, mask=inside, other=0)).to(plain.dtype)
     else:
         mask = tl.load(table_ptr + mask_row * table_stride + c, mask=inside, other=0)
     mask = tl.broadcast_to(_scaled(mask, factor, SCALED)[None, :], (REQUESTS, R))

@@ -76,7 +76,6 @@ def tail(
     matrix, vectors = fusion.weight, args.hidden()
     norm_e, norm_m, finite = None if args.folded is not None else fusion.norm_e, fusion.norm_m, None
     column = 0 if fusion.norm_e is None else width
-    scaled = args.embed_scale != 1.0
     with _current(args.anchor_ids.device):
         if fusion.up is not None:
             vectors, finite = _down(args, fusion, source, norm_e, column)
@@ -94,7 +93,7 @@ def tail(
             batch, args.mask_id, args.num_masks, args.embedding_start, args.num_embeddings,
             ANCHORS=args.anchors, REPLACE=fusion.mode == "replace", AT_MASKS=fusion.slots == "masks",
             FACTORED=fusion.up is not None,
-            **_options(config, scaled, width, vectors.shape[1], 0 if norm_e is None else width),
+            **_options(config, args, width, vectors.shape[1], 0 if norm_e is None else width),
         )  # fmt: skip
 
 
@@ -115,7 +114,7 @@ def _down(
         down, down.stride(0), column, norm_e, fusion.norm_m,
         fusion.eps_e, fusion.eps_m, fusion.offset_e, fusion.offset_m, args.embed_scale,
         low, stride, finite, batch, rank, args.embedding_start, args.num_embeddings,
-        **_options(config, args.embed_scale != 1.0, rank, hidden.shape[1], 0 if norm_e is None else width),
+        **_options(config, args, rank, hidden.shape[1], 0 if norm_e is None else width),
     )  # fmt: skip
     return low[:, :rank], finite
 
@@ -125,9 +124,11 @@ def _grid(batch: int, rows: int, config: TailConfig) -> tuple[int, int]:
     return -(-batch // REQUESTS), -(-rows // config.rows)
 
 
-def _options(config: TailConfig, scaled: bool, rows: int, *sizes: int) -> dict[str, Any]:
-    whole = config.whole(rows, *sizes)
-    return {"SCALED": scaled, "num_warps": config.warps} | config.constants(whole) | config.options(whole, scaled)
+def _options(config: TailConfig, args: PrepArgs, rows: int, hidden: int, embedding: int) -> dict[str, Any]:
+    """Of a launch with so many matrix rows and such streams; 0 is no stream."""
+    whole, scaled = config.whole(rows, hidden, embedding), args.embed_scale != 1.0
+    options = {"SCALED": scaled, "num_warps": config.warps} | config.constants(whole)
+    return options | config.options(whole, scaled, embedding > 0)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
