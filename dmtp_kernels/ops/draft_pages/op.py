@@ -112,6 +112,7 @@ def _shapes_from_slots(
 
 _OUTS = ("draft_table", "draft_len", "kv_skip")
 _REFERENCE = "dmtp_kernels.ops.draft_pages.reference"
+_LAUNCH = "dmtp_kernels.ops.draft_pages.launch"
 
 DRAFT_PAGE_TABLE = define_op(
     "draft_page_table",
@@ -122,7 +123,7 @@ DRAFT_PAGE_TABLE = define_op(
     outs=_OUTS,
     shapes=_shapes,
     check=_check,
-    implementations={"reference": f"{_REFERENCE}:draft_page_table"},
+    implementations={"triton": f"{_LAUNCH}:draft_page_table", "reference": f"{_REFERENCE}:draft_page_table"},
 )
 
 DRAFT_PAGE_TABLE_FROM_SLOTS = define_op(
@@ -134,5 +135,8 @@ DRAFT_PAGE_TABLE_FROM_SLOTS = define_op(
     outs=_OUTS,
     shapes=_shapes_from_slots,
     check=_check_from_slots,
-    implementations={"reference": f"{_REFERENCE}:draft_page_table_from_slots"},
+    implementations={
+        "triton": f"{_LAUNCH}:draft_page_table_from_slots",
+        "reference": f"{_REFERENCE}:draft_page_table_from_slots",
+    },
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._spec import Case, Spec, nbytes
+from dmtp_kernels.ops._spec import Case, Spec, Traffic, nbytes
 from dmtp_kernels.ops.draft_pages.op import draft_table_width
 
 
@@ -86,3 +86,55 @@ FROM_SLOTS = Spec(
 )
 
 SPECS = (PAGED, FROM_SLOTS)
+
+_KERNEL = "draft_page_table_kernel"
+_SECTOR = 32  # bytes; nothing smaller comes from memory
+
+
+def _full(batch: int, pages: int, window: int, page_size: int, *, slots: bool) -> Case:
+    """Every request has its whole window, which starts in mid-page where pages have a middle."""
+    make = _slots if slots else _paged
+    name = f"{'slots' if slots else 'pages'}_b{batch}_p{page_size}"
+
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        made = list(make(batch, pages, window, page_size, 8, torch.int32, slots)(generator))
+        made[1] = torch.full((batch,), (pages - 8) * page_size - page_size // 2, dtype=torch.int32)
+        if slots:
+            made[4] = torch.arange(batch, dtype=torch.int32)
+        return tuple(made)
+
+    return Case(name, f"window {window} of a history of {pages * page_size} rows, block in the cache", inputs)
+
+
+def _pages_of(window: int, page_size: int) -> int:
+    """Pages that the window and the block of `_full` touch."""
+    return -(-(page_size // 2 + window + 8) // page_size)
+
+
+def _moved(batch: int, loads: int, window: int, page_size: int) -> int:
+    """`loads` bytes of a request's row, in whole sectors, and what else is read and written."""
+    return batch * (-(-loads // _SECTOR) * _SECTOR + draft_table_width(window, page_size, 8) * 4 + 12)
+
+
+def _traffic_pages(page_table: Any, ctx_len: Any, window: int, page_size: int, *_: Any) -> int:
+    return _moved(ctx_len.shape[0], 4 * _pages_of(window, page_size), window, page_size)
+
+
+def _traffic_slots(req_to_token: Any, ctx_len: Any, window: int, page_size: int, *_: Any) -> int:
+    # one slot of a page is wanted: the sector it lies in, or less where a sector holds slots of several pages
+    loads = min(_SECTOR, 4 * page_size) * _pages_of(window, page_size)
+    return _moved(ctx_len.shape[0], loads, window, page_size) + 4 * ctx_len.shape[0]
+
+
+TRAFFIC = (
+    *(
+        Traffic("draft_page_table", _full(32, 2048 // n, 4096, 16 * n, slots=False), {_KERNEL: _traffic_pages})
+        for n in (1, 4)
+    ),
+    *(
+        Traffic(
+            "draft_page_table_from_slots", _full(32, 32768 // size, 4096, size, slots=True), {_KERNEL: _traffic_slots}
+        )
+        for size in (1, 16, 64)
+    ),
+)
