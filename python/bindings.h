@@ -6,6 +6,7 @@
 // One per op: adds its functions to `dmtp_kernels._C`. Arguments come checked, by position.
 namespace dmtp {
 
+void bind_block_attention(pybind11::module_&);
 void bind_lm_head(pybind11::module_&);
 void bind_t1_prep(pybind11::module_&);
 

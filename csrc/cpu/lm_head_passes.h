@@ -7,7 +7,6 @@
 
 namespace dmtp::DMTP_CAPABILITY {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kNoKey = std::numeric_limits<int64_t>::min();
 
 // The k greatest values it was offered, in memory of the caller's.

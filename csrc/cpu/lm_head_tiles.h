@@ -5,6 +5,7 @@
 #include <immintrin.h>
 
 #include "lm_head_vnni.h"
+#include "transpose.h"
 
 namespace dmtp::DMTP_CAPABILITY {
 
@@ -43,9 +44,6 @@ TileDigits make_tile_digits(const Digits&, Scratch&);
 // With `high` the sums are sums + 64 high.
 void close_tiles(const TileDigits&, int64_t block, const int32_t* sums, const int32_t* high, int64_t sum_stride,
                  const float* scale, int rows, float* scores);
-
-// Lane i of the vectors x[16], for the first `count` lanes, as one vector at out + i * stride.
-void transpose(const __m512* x, int count, float* out, int64_t stride);
 
 // The tiles of an instruction are part of its code.
 #ifdef __AMX_BF16__

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "dmtp/types.h"
 
@@ -15,6 +16,7 @@
 namespace dmtp::DMTP_CAPABILITY {
 
 constexpr int kLanes = 16;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline float to_float(float x) {
   return x;
@@ -45,6 +47,16 @@ inline float to_float(Fp16 x) {
   return out;
 }
 #endif
+
+// e4m3fn has the bits of a fp16 whose exponent is 8 less, but for NaN (there is no infinity)
+inline float to_float(Fp8e4m3 x) {
+  const int sign = (x.bits & 0x80) << 8, rest = x.bits & 0x7f;
+  return to_float(Fp16{static_cast<uint16_t>(rest == 0x7f ? 0x7e00 : sign | rest << 7)}) * 256.0f;
+}
+
+inline float to_float(Fp8e5m2 x) {
+  return to_float(Fp16{static_cast<uint16_t>(x.bits << 8)});
+}
 
 template <class T>
 T from_float(float x);

@@ -18,6 +18,10 @@ DType dtype_of(at::ScalarType type) {
       return DType::f16;
     case at::kBFloat16:
       return DType::bf16;
+    case at::kFloat8_e4m3fn:
+      return DType::f8e4m3;
+    case at::kFloat8_e5m2:
+      return DType::f8e5m2;
     case at::kLong:
       return DType::i64;
     case at::kInt:
@@ -36,8 +40,8 @@ DType dtype_of(at::ScalarType type) {
 }  // namespace
 
 Tensor view(const at::Tensor& tensor) {
-  if (tensor.dim() > 3 || !tensor.device().is_cpu()) {
-    throw std::invalid_argument("kernels take CPU tensors of up to three dimensions");
+  if (tensor.dim() > 4 || !tensor.device().is_cpu()) {
+    throw std::invalid_argument("kernels take CPU tensors of up to four dimensions");
   }
   Tensor out;
   out.data = tensor.data_ptr();

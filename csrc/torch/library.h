@@ -9,7 +9,7 @@
 
 namespace dmtp {
 
-// A kernel's view of a CPU tensor of up to three dimensions. Shapes are the op's to check, before this is called.
+// A kernel's view of a CPU tensor of up to four dimensions. Shapes are the op's to check, before this is called.
 Tensor view(const at::Tensor&);
 Tensor view(const std::optional<at::Tensor>&);
 

@@ -147,7 +147,7 @@ def paged(
     pages: int,
     page_size: int,
     dense_rows: int | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = torch.float32,
     spare: int = 3,
 ) -> tuple[Any, dict[str, Any]]:
     """Random queries, a cache with its pages in shuffled order and `spare` pages of NaN, and a dense block if asked."""

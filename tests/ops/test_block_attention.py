@@ -10,6 +10,7 @@ import torch
 from dmtp_kernels.ops.block_attention import block_attention
 from tests.ops.block_attention_oracle import attend, check, oracle, paged
 
+KERNEL_OPS = ("block_attention",)
 MODES: dict[str, dict[str, Any]] = {
     "mtp": {"block_causal": True},
     "drafter": {"window": 11},

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dmtp_kernels.ops.block_attention import reference as _reference
 from tests.ops.block_attention_oracle import attend, paged
 
+KERNEL_OPS = ("block_attention",)
 reference: Any = _reference.block_attention
 MODES: dict[str, dict[str, Any]] = {
     "mtp": {"block_causal": True},

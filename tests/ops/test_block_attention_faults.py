@@ -9,6 +9,8 @@ import torch
 
 from tests.ops.block_attention_oracle import attend, check, paged
 
+KERNEL_OPS = ("block_attention",)
+
 NAN, INF = float("nan"), float("inf")
 DETERMINISTIC: Any = torch.utils.deterministic
 
@@ -101,7 +103,7 @@ def test_row_057_zero_length_history(mode: str) -> None:
     inputs, block = small(dense_rows=dense_rows)
     ctx_len = torch.tensor([0, 5, 0, 130])
     dead = torch.tensor([0, 8, 0, 8])
-    out, lse = torch.full((4, 8, 2, 4), NAN, dtype=torch.float64), torch.full((4, 8, 2), NAN, dtype=torch.float64)
+    out, lse = torch.full((4, 8, 2, 4), NAN), torch.full((4, 8, 2), NAN)
     options: dict[str, Any] = {"block_causal": mode != "dense"}
     inputs[0][[0, 2]] = NAN  # a padded row's query is garbage too
     torch.ops.dmtp.block_attention_out(*inputs[:4], ctx_len, **block, block_len=dead, **options, out=out, lse=lse)

@@ -1,7 +1,7 @@
 """Which keys each query sees: the window's edges, its two references, and where the history starts.
 
 With q = 0 every visible key weighs the same: `exp(lse)` counts the keys and the means of p and p^2 over them identify
-the set, in float64 exactly enough to see one key more or less.
+the set: one key more or less changes them by more than `CLOSE`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 from dmtp_kernels.ops.draft_pages import draft_page_table
 from tests.ops.block_attention_oracle import attend, check, paged, visible
 
+KERNEL_OPS = ("block_attention",)
 SLOTS = 8
+CLOSE = 1e-5
 
 
 def marked(
-    history: int, page_size: int, *, extra: int = SLOTS, dtype: torch.dtype = torch.float64
+    history: int, page_size: int, *, extra: int = SLOTS, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K and V caches whose V row of position p is `[p, p^2 / 1e3]`, in shuffled pages, NaN in rows without position."""
     pages = -(-(history + extra) // page_size)
@@ -35,15 +37,15 @@ def assert_sees(got: Any, mask: Any) -> None:
     position = torch.arange(mask.shape[1], dtype=torch.float64)
     for s, row in enumerate(torch.from_numpy(mask)):
         keys = position[row]
-        assert got.lse[0, s, 0].exp().item() == pytest.approx(len(keys), rel=1e-9)
+        assert got.lse[0, s, 0].exp().item() == pytest.approx(len(keys), rel=CLOSE)
         if len(keys):
             want = [keys.mean().item(), (keys**2).mean().item() / 1e3]
-            assert got.out[0, s, 0].tolist() == pytest.approx(want, rel=1e-9)
+            assert got.out[0, s, 0].tolist() == pytest.approx(want, rel=CLOSE)
 
 
 def run(history: int, page_size: int, **options: Any) -> Any:
     k, v, table = marked(history, page_size)
-    q = torch.zeros(1, SLOTS, 1, 2, dtype=torch.float64)
+    q = torch.zeros(1, SLOTS, 1, 2)
     return attend(q, k, v, table, torch.tensor([history]), **options)
 
 
@@ -64,7 +66,7 @@ def test_row_067_fully_masked_tiles(window: int) -> None:
     k, v, table = marked(history, page_size)
     stale = table[0, : (history - window) // page_size]
     k[stale], v[stale] = float("nan"), float("nan")
-    q = torch.zeros(1, SLOTS, 1, 2, dtype=torch.float64)
+    q = torch.zeros(1, SLOTS, 1, 2)
     valid_from = torch.tensor([history - window])
     windowed = attend(q, k, v, table, torch.tensor([history]), window=window)
     assert_sees(windowed, visible(history, SLOTS, SLOTS, window=window))
@@ -77,7 +79,7 @@ def test_row_061_window_counts_exactly_w_keys() -> None:
     # https://github.com/huggingface/transformers/issues/39408: W keys before slot 0, the same for all eight queries
     history, window = 5000, 4096
     k, v, table = marked(history, 16)
-    q = torch.zeros(1, SLOTS, 1, 2, dtype=torch.float64)
+    q = torch.zeros(1, SLOTS, 1, 2)
     for key, seen in [(history - window, True), (history - window - 1, False)]:
         v.zero_()
         v[table[0, key // 16], key % 16] = 1
@@ -90,7 +92,7 @@ def test_row_063_the_anchor_window_never_cuts_the_block() -> None:
     for window in (3, 4096):
         got = run(40, 16, window=window)
         assert_sees(got, visible(40, SLOTS, SLOTS, window=window))
-        assert got.lse[0, 0, 0].exp().item() == pytest.approx(min(window, 40) + SLOTS)
+        assert got.lse[0, 0, 0].exp().item() == pytest.approx(min(window, 40) + SLOTS, rel=CLOSE)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -120,11 +122,11 @@ def test_row_081_window_none_zero_and_negative_differ() -> None:
     k, v, table = marked(history, 16)
     v[table[0, :5]] = 1e3
     v[table[0, 5], :8] = 1e3
-    q = torch.zeros(1, SLOTS, 1, 2, dtype=torch.float64)
+    q = torch.zeros(1, SLOTS, 1, 2)
     out = attend(q, k, v, table, torch.tensor([history]), window=window, block_causal=True).out
-    assert out[0, 0, 0, 0].item() == pytest.approx((88 + 600) / 2)
+    assert out[0, 0, 0, 0].item() == pytest.approx((88 + 600) / 2, rel=CLOSE)
     counts = [run(history, 16, window=w).lse.exp()[0, 0, 0].item() for w in (None, 0)]
-    assert counts == pytest.approx([608, 8])
+    assert counts == pytest.approx([608, 8], rel=CLOSE)
     with pytest.raises(ValueError, match="window: is -1"):
         run(history, 16, window=-1)
 
@@ -134,7 +136,7 @@ def test_row_083_rows_before_valid_from_were_never_written() -> None:
     history, valid_from = 100, 32
     k, v, table = marked(history, 16)
     k[table[0, :2]], v[table[0, :2]] = float("nan"), float("nan")
-    q = torch.zeros(1, SLOTS, 1, 2, dtype=torch.float64)
+    q = torch.zeros(1, SLOTS, 1, 2)
     for window in (None, 4096, 80, 20):
         options: dict[str, Any] = {"window": window, "block_causal": True}
         got = attend(q, k, v, table, torch.tensor([history]), valid_from=torch.tensor([valid_from]), **options)
@@ -155,7 +157,7 @@ def test_draft_table_sees_the_same_keys_as_the_full_table(rule: str, page_size: 
     window = 24
     for history in (1, 23, 24, 25, 39, 100, 128):
         k, v, table = marked(history, page_size)
-        q = torch.zeros(1, SLOTS, 1, 2, dtype=torch.float64)
+        q = torch.zeros(1, SLOTS, 1, 2)
         pages = draft_page_table(table, torch.tensor([history]), window=window, page_size=page_size, block_slots=SLOTS)
         options: dict[str, Any] = {"window": window, "window_ref": rule} if rule == "query" else {}
         got = attend(q, k, v, pages.draft_table, pages.draft_len, valid_from=pages.kv_skip, **options)
@@ -166,8 +168,8 @@ def test_row_070_positions_stay_absolute() -> None:
     # https://github.com/spiritbuun/buun-llama-cpp/issues/32: the window moves no rotary position
     def rope(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         angle = position.double()[..., None, None] * torch.tensor([1.0, 0.01], dtype=torch.float64)
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+        a, b = x.double().chunk(2, dim=-1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).to(x.dtype)
 
     g = torch.Generator().manual_seed(3)
     history, window, page_size = 1000, 256, 16

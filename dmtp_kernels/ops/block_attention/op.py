@@ -109,5 +109,8 @@ BLOCK_ATTENTION = define_op(
     outs=("out", "lse"),
     shapes=_shapes,
     check=_check,
-    implementations={"reference": "dmtp_kernels.ops.block_attention.reference:block_attention"},
+    implementations={
+        "reference": "dmtp_kernels.ops.block_attention.reference:block_attention",
+        "cpu": "dmtp_kernels.ops.block_attention.cpu:block_attention",
+    },
 )
