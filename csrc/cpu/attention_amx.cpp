@@ -28,6 +28,46 @@ __m512i bf16_pair(__m512 low, __m512 high) {
   return _mm512_or_si512(_mm512_srli_epi32(rounded(low), 16), _mm512_and_si512(rounded(high), high_half));
 }
 
+// The lines of the next tile of keys, fetched a few at a time while this one is worked on: all have been asked for
+// after steps of weight `total`. In bursts they would hold up the loads behind them.
+class Lines {
+ public:
+  Lines(const KeyTile* tile, int64_t dim, int64_t total) : tile_(tile) {
+    if (tile == nullptr || tile->count == 0) {
+      return;
+    }
+    key_bytes_ = dim * bytes_of(tile->key_type);
+    value_bytes_ = dim * bytes_of(tile->value_type);
+    rows_ = 2 * tile->count;
+    const int64_t lines = tile->count * ((key_bytes_ + kLine - 1) / kLine + (value_bytes_ + kLine - 1) / kLine);
+    rate_ = lines * kOne / total + 1;
+    at_ = tile->key[0];
+    end_ = at_ + key_bytes_;
+  }
+
+  void step(int64_t weight) {
+    for (credit_ += weight * rate_; credit_ >= kOne && row_ < rows_; credit_ -= kOne) {
+      __builtin_prefetch(at_, 0, 2);
+      at_ += kLine;
+      if (at_ >= end_ && ++row_ < rows_) {
+        const bool key = row_ < tile_->count;
+        at_ = key ? tile_->key[row_] : tile_->value[row_ - tile_->count];
+        end_ = at_ + (key ? key_bytes_ : value_bytes_);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64, kOne = 1 << 16;
+  const KeyTile* tile_;
+  int64_t key_bytes_ = 0, value_bytes_ = 0, rate_ = 0, credit_ = 0;
+  int row_ = 0, rows_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
+};
+
+// Weights of one step, about the cycles it takes.
+constexpr int kInterleaveStep = 2, kScoreStep = 64, kWeighStep = 24, kMixStep = 64;
+
 // Scores with keys as rows and queries as lanes, so that rows of the cache are tiles as they lie there. The weights are
 // transposed, the values interleaved in pairs of rows.
 struct AmxMath final : TileMath {
@@ -86,37 +126,41 @@ struct AmxMath final : TileMath {
     int64_t stride;
   };
 
-  void add(const KeyTile& tile, const char* packed, int rows, char* scratch, const Partial& out) const override {
+  void add(const KeyTile& tile, const KeyTile* next, const char* packed, int rows, char* scratch,
+           const Partial& out) const override {
     char* keys = scratch;                                // [keys, stride] bf16, where they cannot stay in the cache
     char* values = keys + kMostKeys * stride * 2;        // tiles [keys / 32, stride / 16]
     char* weights = values + kMostKeys * stride * 2;     // tiles [rows / 16, keys / 32]
     char* scores = weights + kMostRows * kMostKeys * 2;  // [2, keys, 16] fp32
     auto* spare = reinterpret_cast<float*>(scores + 2 * kSide * kMostKeys * 4);
     const int depth = static_cast<int>(ceil_multiple(tile.count, kDepth)) / kDepth;  // tiles of 32 keys
+    const int blocks = (rows + kSide - 1) / kSide, twice = (blocks + 1) / 2;
+    Lines next_lines(next, dim,
+                     depth * (kSide * steps * kInterleaveStep + twice * steps * (kScoreStep + kMixStep) +
+                              blocks * kSide * kWeighStep));
     Rows at[kMostKeys / kSide];
     for (int i = 0; i < 2 * depth; ++i) {
       at[i] = key_rows(tile, i * kSide, keys + i * kSide * stride * 2, spare);
     }
-    interleave(tile, depth, values, spare);
+    interleave(tile, depth, values, spare, next_lines);
     written();
-    const int blocks = (rows + kSide - 1) / kSide;
     for (int block = 0; block < blocks; block += 2) {
       const char* queries = packed + block * steps * kTile;
       const bool two = block + 1 < blocks;
       for (int i = 0; i < depth; ++i) {
-        two ? score<true>(at + 2 * i, queries, scores + 2 * i * kTile)
-            : score<false>(at + 2 * i, queries, scores + 2 * i * kTile);
+        two ? score<true>(at + 2 * i, queries, scores + 2 * i * kTile, next_lines)
+            : score<false>(at + 2 * i, queries, scores + 2 * i * kTile, next_lines);
       }
       written();
       for (int b = block; b < block + 1 + two; ++b) {
         weigh(tile, b * kSide, rows, depth, reinterpret_cast<float*>(scores) + (b - block) * kSide * kMostKeys,
-              weights + (b - block) * kMostKeys / kDepth * kTile, out);
+              weights + (b - block) * kMostKeys / kDepth * kTile, out, next_lines);
       }
       written();
       for (int64_t d = 0; d < stride; d += 2 * kSide) {
         float* sums = out.sums + block * kSide * stride + d;
-        two ? mix<true>(weights, values + d / kSide * kTile, depth, sums)
-            : mix<false>(weights, values + d / kSide * kTile, depth, sums);
+        two ? mix<true>(weights, values + d / kSide * kTile, depth, sums, next_lines)
+            : mix<false>(weights, values + d / kSide * kTile, depth, sums, next_lines);
       }
       written();
     }
@@ -161,7 +205,7 @@ struct AmxMath final : TileMath {
     }
   }
 
-  void interleave(const KeyTile& tile, int depth, char* values, float* spare) const {
+  void interleave(const KeyTile& tile, int depth, char* values, float* spare, Lines& lines) const {
     const bool as_is = tile.value_type == DType::bf16 && dim == stride;
     char* copies[2] = {reinterpret_cast<char*>(spare + stride), reinterpret_cast<char*>(spare + stride) + stride * 2};
     for (int i = 0; i < depth * kDepth; i += 2) {
@@ -179,6 +223,7 @@ struct AmxMath final : TileMath {
       char* to = values + i / kDepth * (stride / kSide) * kTile + i % kDepth / 2 * kLine;
       for (int64_t d = 0; d < stride; d += kDepth, to += 2 * kTile) {
         const __m512i a = _mm512_loadu_si512(row[0] + 2 * d), b = _mm512_loadu_si512(row[1] + 2 * d);
+        lines.step(kInterleaveStep);
         _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
         _mm512_store_si512(to + kTile, _mm512_unpackhi_epi16(a, b));
       }
@@ -187,7 +232,7 @@ struct AmxMath final : TileMath {
 
   // 32 keys times 16 queries, or 32.
   template <bool two>
-  void score(const Rows* rows, const char* queries, char* scores) const {
+  void score(const Rows* rows, const char* queries, char* scores, Lines& lines) const {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -198,6 +243,7 @@ struct AmxMath final : TileMath {
       _tile_loadd(6, queries + k * kTile, kLine);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 5, 6);
+      lines.step(kScoreStep);
       if constexpr (two) {
         _tile_loadd(7, queries + (steps + k) * kTile, kLine);
         _tile_dpbf16ps(2, 4, 7);
@@ -213,7 +259,8 @@ struct AmxMath final : TileMath {
   }
 
   // Scores of 16 queries [keys, 16] to weights exp(score - top), as tiles [keys / 32] with queries as rows.
-  void weigh(const KeyTile& tile, int r, int rows, int depth, float* x, char* weights, const Partial& out) const {
+  void weigh(const KeyTile& tile, int r, int rows, int depth, float* x, char* weights, const Partial& out,
+             Lines& lines) const {
     const __m512 lowest = _mm512_set1_ps(-kInfinity), factor = _mm512_set1_ps(scale * tile.key_scale);
     __m512i first = _mm512_setzero_si512(), last = _mm512_set1_epi32(tile.count);
     if (tile.first != nullptr) {
@@ -251,6 +298,7 @@ struct AmxMath final : TileMath {
         const __m512 a = exp_lanes(_mm512_sub_ps(_mm512_load_ps(at), shift));
         const __m512 b = exp_lanes(_mm512_sub_ps(_mm512_load_ps(at + kSide), shift));
         total = _mm512_add_ps(total, _mm512_add_ps(a, b));
+        lines.step(kWeighStep);
         pairs[j] = _mm512_castsi512_ps(bf16_pair(_mm512_mul_ps(a, value_scale), _mm512_mul_ps(b, value_scale)));
       }
       transpose(pairs, kSide, reinterpret_cast<float*>(weights + step * kTile), kSide);
@@ -272,7 +320,7 @@ struct AmxMath final : TileMath {
 
   // Adds weights times values: 16 queries, or 32, and 32 columns.
   template <bool two>
-  void mix(const char* weights, const char* values, int depth, float* sums) const {
+  void mix(const char* weights, const char* values, int depth, float* sums, Lines& lines) const {
     const int64_t row = stride * 4, across = stride / kSide * kTile;
     constexpr int64_t kBlock = kMostKeys / kDepth * kTile;
     _tile_loadd(0, sums, row);
@@ -287,6 +335,7 @@ struct AmxMath final : TileMath {
       _tile_loadd(7, values + k * across + kTile, kLine);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
+      lines.step(kMixStep);
       if constexpr (two) {
         _tile_loadd(5, weights + kBlock + k * kTile, kLine);
         _tile_dpbf16ps(2, 5, 6);

@@ -51,7 +51,9 @@ class TileMath {
   virtual int64_t scratch_bytes() const = 0;
   virtual void enter() const {}
   virtual void leave() const {}
-  virtual void add(const KeyTile&, const char* packed, int rows, char* scratch, const Partial&) const = 0;
+  // `next` is fetched meanwhile; null: none.
+  virtual void add(const KeyTile&, const KeyTile* next, const char* packed, int rows, char* scratch,
+                   const Partial&) const = 0;
 };
 
 std::unique_ptr<TileMath> make_vector_math(const BlockAttention&);

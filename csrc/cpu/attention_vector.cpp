@@ -99,7 +99,8 @@ struct VectorMath final : TileMath {
 
   int64_t scratch_bytes() const override { return (2 * kKeys * stride + kMostRows * kKeys + kLanes * stride) * 4; }
 
-  void add(const KeyTile& tile, const char* packed, int rows, char* scratch, const Partial& out) const override {
+  void add(const KeyTile& tile, const KeyTile*, const char* packed, int rows, char* scratch,
+           const Partial& out) const override {
     auto* keys = reinterpret_cast<float*>(scratch);  // [dim, kKeys]
     float* values = keys + kKeys * stride;           // [count, stride]
     float* weights = values + kKeys * stride;        // [rows, kKeys]

@@ -219,9 +219,13 @@ class Attention {
     int64_t positions[kMostKeys];
     if (number < request.chunks()) {
       const int64_t begin = request.low + number * kChunk, end = std::min(begin + kChunk, request.context);
+      KeyTile tile = keys.in_cache(begin, std::min(begin + step, end), positions);
       for (int64_t p = begin; p < end; p += step) {
-        KeyTile tile = keys.in_cache(p, std::min(p + step, end), positions);
-        add(unit, tile, at, memory);
+        // a chunk later for the last tile: the worker goes on with that one, most likely
+        const KeyTile next =
+            keys.in_cache(std::min(p + step, request.context), std::min(p + 2 * step, request.context), positions);
+        add(unit, tile, &next, at, memory);
+        tile = next;
       }
       return;
     }
@@ -233,7 +237,7 @@ class Attention {
       tile.first = first;
       tile.last = last;
       const Tainted tainted(tile, dim_, memory + math_.scratch_bytes());
-      add(unit, tile, at, memory);
+      add(unit, tile, nullptr, at, memory);
       tainted.spread(math_, rows_of(unit), partial(at));
     };
     for (int64_t p = request.edge; p < request.low; p += step) {
@@ -245,12 +249,12 @@ class Attention {
       if (request.block_differs()) {
         add_ragged(tile, [&](int64_t slot) { return request.block_of(slot); });
       } else {
-        add(unit, tile, at, memory);
+        add(unit, tile, nullptr, at, memory);
       }
     }
   }
 
-  void add(int64_t unit, const KeyTile& tile, int64_t at, char* memory) const {
+  void add(int64_t unit, const KeyTile& tile, const KeyTile* next, int64_t at, char* memory) const {
     const int rows = rows_of(unit);
     bool any = false;
     for (int r = 0; r < rows; ++r) {
@@ -259,7 +263,7 @@ class Attention {
       any |= sees;
     }
     if (any) {
-      math_.add(tile, queries_ + unit * math_.query_bytes(), rows, memory, partial(at));
+      math_.add(tile, next, queries_ + unit * math_.query_bytes(), rows, memory, partial(at));
     }
   }
 
