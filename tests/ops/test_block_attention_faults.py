@@ -168,6 +168,16 @@ def test_row_074_page_times_stride_past_int32(layout: str) -> None:
     assert (out[0] == 2).all() and (out[1] == 3).all()
 
 
+@pytest.mark.parametrize("page", [32767, 32768])
+def test_row_074_the_reported_page(page: int) -> None:
+    # page 64, 8 heads of 128: a stride of 65,536 passes 2^31 at page 32,768; 32,767 is the control
+    cache = lazy(32769 * 65536).view(32769, 64, 8, 128)
+    cache[page], cache[0] = 3.0, NAN
+    q = torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16)
+    out = attend(q, cache, cache, torch.tensor([[page]], dtype=torch.int32), torch.tensor([63])).out
+    assert (out == 3).all()
+
+
 def test_row_075_page_ids_past_16_bits() -> None:
     # https://github.com/ROCm/ATOM/issues/702
     cache = torch.zeros(65538, 16, 1, 8, dtype=torch.bfloat16)

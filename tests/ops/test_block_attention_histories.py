@@ -34,12 +34,11 @@ def mask_of(
     """`[SLOTS, history + SLOTS]` bool, keys by position."""
     key = torch.arange(history + SLOTS)[None]
     query = history + torch.arange(SLOTS)[:, None]
-    in_block = key >= history
     mask = (key <= query) | ~torch.tensor(block_causal)
     if window is None:
         return mask
     if window_ref == "anchor":
-        return mask & (in_block | (key >= history - window))
+        return mask & (key >= history - window)
     return mask & ((key - query).abs() < window)
 
 
