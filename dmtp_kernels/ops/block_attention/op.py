@@ -112,5 +112,7 @@ BLOCK_ATTENTION = define_op(
     implementations={
         "reference": "dmtp_kernels.ops.block_attention.reference:block_attention",
         "cpu": "dmtp_kernels.ops.block_attention.cpu:block_attention",
+        "flash": "dmtp_kernels.ops.block_attention.flash:block_attention",
+        "triton": "dmtp_kernels.ops.block_attention.launch:block_attention",
     },
 )
