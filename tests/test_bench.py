@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from dmtp_kernels.bench.attention import Problem, Shape
 from dmtp_kernels.bench.measure import medians, readers
 from dmtp_kernels.bench.t1 import Stage, bench_t1, runs
 from dmtp_kernels.cli import app
@@ -67,6 +68,36 @@ def test_report_in_json() -> None:
     moved = {c["entry"]: c["bytes"] for c in report["cases"] if c["shape"]["B"] == 1}
     assert moved["dense"] - moved["int8"] == 700 * (2 * 64 - 64 - 4)
     assert CliRunner().invoke(app, [*command, "--entries", "int8"]).stdout.count("int8") == 2
+
+
+@pytest.mark.parametrize("window", [None, 20, 300])
+def test_attention_entries_compute_the_same(window: int | None) -> None:
+    problem = Problem(Shape(B=3, history=77, S=5, Hq=6, Hkv=2, D=32, P=4, window=window), CPU)
+    torch.testing.assert_close(problem.op(), problem.eager(), rtol=2e-2, atol=2e-2)
+    rows = 77 if window is None else min(window, 77)
+    keys_and_values = 3 * (rows + 5) * 2 * 32 * 2 * 2
+    assert keys_and_values < problem.bytes() < keys_and_values + 3 * 5 * 6 * (2 * 32 * 2 + 4) + 3 * 4 * 30
+
+
+def test_attention_report_in_json() -> None:
+    command = ["bench", "block_attention", "--batch", "2", "--history", "40,90", "--heads", "4,2", "--dim", "16"]
+    result = CliRunner().invoke(app, [*command, "--rounds", "2", "--entries", "op", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    backend = report["backend"]
+    assert [(c["shape"]["history"], c["entry"]) for c in report["cases"]] == [
+        (h, e) for h in (40, 90) for e in (backend, "eager")
+    ]
+    assert all(c["op"] == "block_attention" and c["ms"] > 0 and c["share_of_bandwidth"] > 0 for c in report["cases"])
+    for arguments, message in (
+        (["--heads", "4"], "heads: is '4'"),
+        (["--heads", "5,2"], "Hq: is 5"),
+        (["--history", "0"], "history: is 0"),
+        (["--window", "-1"], "window: is -1"),
+        (["--entries", "fast"], "entries: has 'fast'"),
+    ):
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code != 0 and message in result.output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -11,14 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dmtp_kernels._cli_errors import one_line_errors
+from dmtp_kernels.bench.attention import ENTRIES as attention_entries
+from dmtp_kernels.bench.attention import Shape, bench_attention
 from dmtp_kernels.bench.t1 import ENTRIES, bench_t1
 
 bench_app = typer.Typer(no_args_is_help=True, help="time the ops against the eager chains they replace")
-
-
-@bench_app.callback()
-def _bench() -> None:
-    """Keeps `t1` a subcommand while it is the only one."""
 
 
 @bench_app.command("t1")
@@ -35,36 +33,76 @@ def t1(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
 ) -> None:
     """T1 preparation (select, embed, two norms, projection, block) by head format."""
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device: is {device!r}, must be cpu or cuda")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    where = _device(device, threads)
+    batches = _whole_numbers("batch", batch)
+    _show(bench_t1(batches, vocab, hidden, rank, entries.split(","), rounds, where), "BVH", as_json)
+
+
+@bench_app.command("block_attention")
+@one_line_errors
+def attention(
+    batch: Annotated[str, typer.Option(help="comma-separated batch sizes")] = "1,8",
+    history: Annotated[str, typer.Option(help="comma-separated context rows before the block")] = "8192",
+    heads: Annotated[str, typer.Option(help="query and kv heads")] = "16,2",
+    dim: Annotated[int, typer.Option(help="head dimension")] = 256,
+    slots: Annotated[int, typer.Option(help="queries a request, which are also the rows of its block")] = 8,
+    window: Annotated[int, typer.Option(help="rows before the anchor that are seen, 0 = all, block causal")] = 0,
+    page_size: Annotated[int, typer.Option(help="rows of a page")] = 16,
+    entries: Annotated[str, typer.Option(help=f"among {', '.join(attention_entries)}")] = ",".join(attention_entries),
+    rounds: Annotated[int, typer.Option(help="timed rounds, interleaved over the entries")] = 15,
+    threads: Annotated[int, typer.Option(help="CPU threads, 0 = torch's own choice")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
+) -> None:
+    """Attention of a block over its paged context, against pages gathered for torch's attention with a mask."""
+    where = _device(device, threads)
+    counts = _whole_numbers("heads", heads)
+    if len(counts) != 2:
+        raise ValueError(f"heads: is {heads!r}, must be two numbers: query and kv heads")
+    shapes = [
+        Shape(b, h, slots, counts[0], counts[1], dim, page_size, window or None)
+        for b in _whole_numbers("batch", batch)
+        for h in _whole_numbers("history", history)
+    ]
+    report = bench_attention(shapes, entries.split(","), rounds, where)
+    _show(report, ("B", "history"), as_json)
+
+
+def _device(name: str, threads: int) -> torch.device:
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"device: is {name!r}, must be cpu or cuda")
+    if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("device: is 'cuda', no CUDA device is visible")
     if threads < 0:
         raise ValueError(f"threads: is {threads}, must be at least 0")
     if threads:
         torch.set_num_threads(threads)
+    return torch.device(name)
+
+
+def _whole_numbers(name: str, text: str) -> list[int]:
     try:
-        batches = [int(b) for b in batch.split(",")]
+        return [int(n) for n in text.split(",")]
     except ValueError:
-        raise ValueError(f"batch: is {batch!r}, must be comma-separated whole numbers") from None
-    report = bench_t1(batches, vocab, hidden, rank, entries.split(","), rounds, torch.device(device))
+        raise ValueError(f"{name}: is {text!r}, must be comma-separated whole numbers") from None
+
+
+def _show(report: dict[str, Any], sizes: Sequence[str], as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, indent=1))
-    else:
-        _print(report)
-
-
-def _print(report: dict[str, Any]) -> None:
+        return
     console = Console()
+    cases = report["cases"]
+    fixed = ", ".join(f"{n} {v}" for n, v in cases[0]["shape"].items() if n not in sizes and v is not None)
     table = Table(
-        title=f"{report['cases'][0]['op']}, {report['device']}, {report['backend']}, {report['threads']} threads"
+        title=f"{cases[0]['op']} ({fixed}), {report['device']}, {report['backend']}, {report['threads']} threads"
     )
-    for name in ("B", "V", "H", "entry", "ms", "x eager", "GB/s", "% of bandwidth"):
+    for name in (*sizes, "entry", "ms", "x eager", "GB/s", "% of bandwidth"):
         table.add_column(name, justify="left" if name == "entry" else "right")
     for case in report["cases"]:
         shape = case["shape"]
         table.add_row(
-            *(str(shape[n]) for n in ("B", "V", "H")),
+            *(str(shape[n]) for n in sizes),
             case["entry"],
             f"{case['ms']:.2f}",
             f"{case['ratio_to_eager']:.2f}",

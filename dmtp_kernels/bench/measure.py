@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from dmtp_kernels import backends
 from dmtp_kernels.ops._pages import zeros
 
 READ_BYTES = 1 << 29
@@ -53,6 +55,64 @@ def readers(device: torch.device) -> tuple[dict[str, Callable[[], object]], int]
         "amax": words.view(torch.int32).amax,
         "mv": lambda: torch.mv(floats.view(-1, row), floats[:row]),
     }, READ_BYTES
+
+
+def compare(
+    op: str,
+    shape: Mapping[str, int | None],
+    entries: Mapping[str, Callable[[], object]],
+    bytes_of: Callable[[str], int],
+    rounds: int,
+    device: torch.device,
+) -> tuple[list[dict[str, Any]], float]:
+    """Entries of one shape against the one called `eager`, and the bandwidth in bytes/s measured in the same rounds.
+
+    Returns:
+        `[{"op", "shape", "entry", "ms", "ratio_to_eager", "share_of_bandwidth", "bytes"}]`, `ms` a median, the ratio
+        above 1 where the entry is faster than eager, the share that of `bytes / ms` in the bandwidth (CPU: the fastest
+        of three streaming reads, GPU: a copy).
+    """
+    passes, read_bytes = readers(device)
+    times = medians({**entries, **passes}, rounds, device)
+    bandwidth = read_bytes / min(times.pop(name) for name in passes) * 1e3
+    return [
+        {
+            "op": op,
+            "shape": dict(shape),
+            "entry": entry,
+            "ms": ms,
+            "ratio_to_eager": times["eager"] / ms,
+            "share_of_bandwidth": bytes_of(entry) / ms * 1e3 / bandwidth,
+            "bytes": bytes_of(entry),
+        }
+        for entry, ms in times.items()
+    ], bandwidth
+
+
+def report(
+    op: str, groups: Iterable[tuple[list[dict[str, Any]], float]], rounds: int, device: torch.device
+) -> dict[str, Any]:
+    """The results of `compare` and what they were measured on: a dict that `json.dumps` takes."""
+    found = list(groups)
+    return {
+        "cases": [case for cases, _ in found for case in cases],
+        "backend": backends.choose(op, device),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "bandwidth_gb_s": [bandwidth / 1e9 for _, bandwidth in found],
+        "rounds": rounds,
+        "commit": commit(),
+    }
+
+
+def compiled(run: Callable[[], object]) -> tuple[Callable[[], object] | None, str | None]:
+    """`run` under torch.compile, or the reason why there is none."""
+    built = torch.compile(run, fullgraph=True)
+    try:
+        built()
+    except Exception as error:  # a compiler that is missing or fails says so in many types
+        return None, f"torch.compile failed: {str(error).splitlines()[0]}"
+    return built, None
 
 
 def commit() -> str | None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dmtp_kernels import backends
-from dmtp_kernels.bench.measure import commit, medians, readers
+from dmtp_kernels.bench.measure import compare, compiled, report
 from dmtp_kernels.ops._spec import nbytes
 from dmtp_kernels.ops.lm_head import LMHead, pack_lm_head
 from dmtp_kernels.ops.t1_prep import Fusion, fused_t1_prep
@@ -19,6 +18,7 @@ from dmtp_kernels.ops.t1_prep import Fusion, fused_t1_prep
 FORMATS = {"dense": "dense", "int8": "int8", "int4": "int4_g32", "low_rank": "low_rank"}
 ENTRIES = (*FORMATS, "eager", "compiled")
 MASKS = 6
+_OP = "fused_t1_prep"
 _EPS = 1e-6
 _CHUNK = 1 << 13
 
@@ -109,12 +109,7 @@ def bench_t1(
         device: default CPU.
 
     Returns:
-        A dict that `json.dumps` takes. `cases`: `[{"op", "shape", "entry", "ms", "ratio_to_eager",
-        "share_of_bandwidth", "bytes"}]`, `ms` a median, the ratio above 1 where the entry is faster than eager, the
-        share that of `bytes / ms` in the bandwidth measured in the same rounds (CPU: the fastest of three streaming
-        reads, GPU: a copy).
-        `skipped`: entry -> why it was not measured. `backend`, `device`, `threads`, `bandwidth_gb_s`, `rounds`,
-        `commit`.
+        As `measure.report`, and `skipped`: entry -> why it was not measured.
 
     Raises:
         ValueError: an unknown entry, or a size below 1.
@@ -127,38 +122,14 @@ def bench_t1(
             raise ValueError(f"{name}: is {value}, must be at least 1")
     device = device or torch.device("cpu")
     stage = Stage(vocab, hidden, rank, device, [e for e in entries if e in FORMATS])
-    cases: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
-    bandwidths = []
-    for batch in batches:
+
+    def group(batch: int) -> tuple[list[dict[str, Any]], float]:
+        shape = {"B": batch, "V": vocab, "H": hidden, "E": hidden, "r": rank}
         entry_runs = runs(stage, batch, [*dict.fromkeys((*entries, "eager"))], skipped)
-        passes, read_bytes = readers(device)
-        times = medians({**entry_runs, **passes}, rounds, device)
-        bandwidth = read_bytes / min(times.pop(name) for name in passes) * 1e3
-        bandwidths.append(bandwidth)
-        for entry, ms in times.items():
-            moved = stage.bytes_of(entry, batch)
-            cases.append(
-                {
-                    "op": "fused_t1_prep",
-                    "shape": {"B": batch, "V": vocab, "H": hidden, "E": hidden, "r": rank},
-                    "entry": entry,
-                    "ms": ms,
-                    "ratio_to_eager": times["eager"] / ms,
-                    "share_of_bandwidth": moved / ms * 1e3 / bandwidth,
-                    "bytes": moved,
-                }
-            )
-    return {
-        "cases": cases,
-        "skipped": skipped,
-        "backend": backends.choose("fused_t1_prep", device),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "bandwidth_gb_s": [b / 1e9 for b in bandwidths],
-        "rounds": rounds,
-        "commit": commit(),
-    }
+        return compare(_OP, shape, entry_runs, lambda entry: stage.bytes_of(entry, batch), rounds, device)
+
+    return {**report(_OP, map(group, batches), rounds, device), "skipped": skipped}
 
 
 def runs(stage: Stage, batch: int, entries: Sequence[str], skipped: dict[str, str]) -> dict[str, Callable[[], object]]:
@@ -176,11 +147,9 @@ def runs(stage: Stage, batch: int, entries: Sequence[str], skipped: dict[str, st
         elif entry == "eager":
             found[entry] = lambda: stage.eager(anchors, hidden, mask_id)
         else:
-            compiled = torch.compile(stage.eager, fullgraph=True)
-            try:
-                compiled(anchors, hidden, mask_id)
-            except Exception as error:  # a compiler that is missing or fails says so in many types
-                skipped[entry] = f"torch.compile failed: {str(error).splitlines()[0]}"
-                continue
-            found[entry] = functools.partial(compiled, anchors, hidden, mask_id)
+            built, reason = compiled(functools.partial(stage.eager, anchors, hidden, mask_id))
+            if built is None:
+                skipped[entry] = str(reason)
+            else:
+                found[entry] = built
     return found
