@@ -151,10 +151,9 @@ def supports(name: str, *inputs: Any, **keywords: Any) -> str | None:
         values.append(value)
     try:
         op.check(*values)
-        backends.implementation(name, _device(values))
+        return backends.refusal(name, _device(values), values)
     except (ValueError, TypeError, backends.BackendUnavailable) as error:
         return str(error)
-    return None
 
 
 def _kind(value: Any) -> str:

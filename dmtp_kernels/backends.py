@@ -3,6 +3,10 @@
 Backends: `cuda` and `triton` for CUDA tensors, `cpu` (C++) for CPU tensors, `reference` (eager PyTorch) for any. An op
 registers the ones it has and `implementation` picks the first that runs. `use_backend` forces one; under
 TRITON_INTERPRET=1 a forced `triton` takes CPU tensors too. The `cpu` backends share one compiled module, `compiled()`.
+
+`flash` (an installed FlashAttention) is optional: it runs where it is forced and never by itself. Its module has
+`missing(device)`, why it cannot run there, and `refuses(*inputs)`, why it does not take these arguments; both return
+None where it can.
 """
 
 from __future__ import annotations
@@ -10,14 +14,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 
-NAMES = ("cuda", "triton", "cpu", "reference")
+NAMES = ("cuda", "triton", "cpu", "reference", "flash")
 
 
 class BackendUnavailable(RuntimeError):
@@ -57,7 +61,20 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
         if device.type != "cpu":
             return f"cpu kernels need CPU tensors, got {device.type}"
         return compiled_missing()
+    if backend == "flash":
+        return _module(op, backend).missing(device)
     return None
+
+
+def _module(op: str, backend: str) -> Any:
+    return importlib.import_module(_implementations[op][backend].partition(":")[0])
+
+
+def refusal(op: str, device: torch.device, inputs: Sequence[Any]) -> str | None:
+    """Why the backend that `op` uses on `device` does not take `inputs`, which the op's own check has passed."""
+    implementation(op, device)
+    backend = _chosen[op, device.type]
+    return _module(op, backend).refuses(*inputs) if backend == "flash" else None
 
 
 def compiled() -> ModuleType:
@@ -145,7 +162,7 @@ def use_backend(name: str | None, *ops: str) -> Any:
     backend raises `BackendUnavailable` when called. A choice for an op goes before the choice for all.
 
     Raises:
-        ValueError: `name` is not one of `reference`, `cpu`, `triton`, `cuda`.
+        ValueError: `name` is not one of `reference`, `cpu`, `triton`, `cuda`, `flash`.
     """
     if name is not None and name not in NAMES:
         raise ValueError(f"name: no backend {name!r}, must be one of {', '.join(NAMES)}")

@@ -13,7 +13,10 @@ import torch
 from dmtp_kernels import __version__, _library, backends
 
 ASSETS = Path(__file__).parent / "assets"
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "typer", "rich", "matplotlib", "nvtx")
+_PACKAGES = (
+    *("torch", "triton", "numpy", "safetensors", "typer", "rich", "matplotlib", "nvtx"),
+    *("flash-attn", "flash-attn-3", "flash-attn-4"),
+)
 _SETTING_PREFIXES = ("DMTP_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 
