@@ -43,8 +43,8 @@ class AttentionConfig:
         programs = batch * kv_heads * -(-query_rows // self.rows)
         coarse = -(-span // self.coarse)
         # not measured: coarse partials are 3 % of the keys and values, so they are preferred where they fill the
-        # device; a wide table may hold short histories, so no more than four chunks a request are counted on
-        fills = programs * min(coarse, 4) >= processors * 3 // 4
+        # device; a wide table may hold short histories, so no more than two chunks a request are counted on
+        fills = programs * min(coarse, 2) >= processors * 3 // 4
         scratch = batch * kv_heads * query_rows * per_row * -(-span // self.fine)
         return self.coarse if fills or scratch > _MAX_SCRATCH else self.fine
 
