@@ -7,6 +7,7 @@
 namespace dmtp {
 
 void bind_block_attention(pybind11::module_&);
+void bind_draft_pages(pybind11::module_&);
 void bind_lm_head(pybind11::module_&);
 void bind_t1_prep(pybind11::module_&);
 

@@ -10,6 +10,7 @@ import torch
 from dmtp_kernels.ops.draft_pages import draft_page_table, draft_page_table_from_slots, draft_table_width
 
 KERNEL_OPS = ("draft_page_table", "draft_page_table_from_slots")
+EVERY_CAPABILITY = True
 
 from_pages: Any = draft_page_table
 from_slots: Any = draft_page_table_from_slots

@@ -113,6 +113,7 @@ def _shapes_from_slots(
 _OUTS = ("draft_table", "draft_len", "kv_skip")
 _REFERENCE = "dmtp_kernels.ops.draft_pages.reference"
 _LAUNCH = "dmtp_kernels.ops.draft_pages.launch"
+_CPU = "dmtp_kernels.ops.draft_pages.cpu"
 
 DRAFT_PAGE_TABLE = define_op(
     "draft_page_table",
@@ -123,7 +124,11 @@ DRAFT_PAGE_TABLE = define_op(
     outs=_OUTS,
     shapes=_shapes,
     check=_check,
-    implementations={"triton": f"{_LAUNCH}:draft_page_table", "reference": f"{_REFERENCE}:draft_page_table"},
+    implementations={
+        "triton": f"{_LAUNCH}:draft_page_table",
+        "cpu": f"{_CPU}:draft_page_table",
+        "reference": f"{_REFERENCE}:draft_page_table",
+    },
 )
 
 DRAFT_PAGE_TABLE_FROM_SLOTS = define_op(
@@ -137,6 +142,7 @@ DRAFT_PAGE_TABLE_FROM_SLOTS = define_op(
     check=_check_from_slots,
     implementations={
         "triton": f"{_LAUNCH}:draft_page_table_from_slots",
+        "cpu": f"{_CPU}:draft_page_table_from_slots",
         "reference": f"{_REFERENCE}:draft_page_table_from_slots",
     },
 )
