@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in under five minutes: correctness, capture and replay, memory checker, timings.
-#   profiling/gpu_check.sh [results directory]     (PYTHON=python3 picks the interpreter)
+#   profiling/gpu_check.sh [results directory]     (PYTHON picks the interpreter, else .venv/bin/python, else python3)
 # Each part has its own time limit; a part that fails or runs out of time is recorded and the rest goes on.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python=${PYTHON:-python3}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 out=${1:-profiling/results}
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+"$python" -c 'import torch' || exit 2
 name=$("$python" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))' 2>/dev/null) || {
     echo "gpu_check: no CUDA device" >&2
     exit 2
@@ -27,7 +28,7 @@ part() { # name, seconds, command...
 }
 
 part doctor 30 "$python" -m dmtp_kernels.cli doctor
-part correctness 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu -k "t1_prep or lm_head"
+part correctness 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu -k "t1_prep or lm_head or block_attention or draft_page"
 if command -v compute-sanitizer >/dev/null; then
     part memcheck 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -p no:cacheprovider tests/gpu \
         -k "reference and (select-odd or select-int4 or t1_prep-dual)"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +136,15 @@ def _clone_one(value: object) -> object:
     if isinstance(value, list):
         return [_clone_one(v) for v in value]
     return value
+
+
+def test_kernel_tests_are_also_run_interpreted() -> None:
+    # the second run of `make test` picks files by words of their name
+    root = Path(__file__).parents[2]
+    found = re.search(r'-k "([^"]+)"', (root / "Makefile").read_text())
+    assert found is not None
+    words = found[1].split(" or ")
+    for path in (root / "tests" / "ops").glob("test_*.py"):
+        text = path.read_text()
+        if "\nKERNEL_OPS" in text or path.stem.endswith("_triton"):
+            assert any(word in path.stem for word in words), path.name
