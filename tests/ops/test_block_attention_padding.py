@@ -112,3 +112,22 @@ def test_rows_141_143_nothing_of_a_call_is_frozen(dense_rows: int | None, backen
         ctx_len.add_(torch.tensor([3, 8, 1]))
         inputs[0].mul_(-0.5)
         inputs[3].copy_(inputs[3].roll(1, dims=0))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_row_082_a_prefix_hit_counts_its_rows_once(window: int | None) -> None:
+    # https://github.com/Avarok-Cybersecurity/atlas/pull/693: prompt of 42, 32 of them cached, in pages that another
+    # request used before: row 41 is the last one, not row 73
+    (q, k, v, table, _), block = batch_of(2, page_size=16, pages=6)
+    cold = check(q[:1], k, v, table[:1], torch.tensor([42]), **{n: t[:1] for n, t in block.items()}, window=window)
+    hit = table[1].clone()
+    hit[:2] = table[0, :2]  # the cached pages, shared
+    for cache in (k, v):
+        cache[hit[2:]] = 1e4  # the earlier occupant
+        cache[hit[2], :10] = cache[table[0, 2], :10]
+    pages = draft_page_table(hit[None], torch.tensor([42]), window=96 if window is None else window, page_size=16)
+    one = {n: t[:1] for n, t in block.items()}
+    got = attend(q[:1], k, v, hit[None], torch.tensor([42]), **one, window=window)
+    assert torch.equal(got.out, cold.out) and torch.equal(got.lse, cold.lse)
+    short = attend(q[:1], k, v, pages.draft_table, pages.draft_len, valid_from=pages.kv_skip, **one)
+    torch.testing.assert_close(short.out, cold.out)
