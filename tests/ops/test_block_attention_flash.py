@@ -264,6 +264,32 @@ def test_pages_before_a_window_may_be_unmapped(library: int, run: Callable[..., 
     assert run(q, k, v, table, ctx_len, **block, window=size)[1][1].isnan().all()
 
 
+def test_an_unmapped_page_without_a_visible_row_is_harmless(library: int, run: Callable[..., Any]) -> None:
+    # valid_from at the anchor leaves the dense block alone; a page with rows of the context is there all the same
+    inputs, block = paged(
+        torch.Generator().manual_seed(2), batch=2, slots=4, heads=(2, 1), dim=8, pages=2, page_size=16, dense_rows=4,
+        dtype=torch.float16,
+    )  # fmt: skip
+    ctx_len, skip = torch.tensor([5, 21]), torch.tensor([5, 99])
+    inputs[3][:] = -1
+    out, lse = run(*inputs[:4], ctx_len, **block, valid_from=skip)
+    want = truth(*inputs[:4], ctx_len, **block, valid_from=skip)
+    torch.testing.assert_close(out.double(), want[0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.double(), want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_block_lengths_are_clamped(library: int, run: Callable[..., Any]) -> None:
+    size = 256 if library == 2 else 16
+    inputs, block = paged(
+        torch.Generator().manual_seed(2), batch=3, slots=4, heads=(2, 1), dim=8, pages=2, page_size=size, dense_rows=4,
+        dtype=torch.float16,
+    )  # fmt: skip
+    ctx_len = torch.tensor([5, 0, 9])
+    got = run(*inputs[:4], ctx_len, **block, block_len=torch.tensor([9, -3, 2]))
+    want = run(*inputs[:4], ctx_len, **block, block_len=torch.tensor([4, 0, 2]))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 # finding it, and saying so
 
 
