@@ -11,22 +11,28 @@ _COUNTS = ["capacity", "pages", "heads", "rows", "slots", "window", "splits", "c
 
 
 @triton.jit
-def _converted(x, kind: tl.constexpr):
-    """Cache values in the dtype of q. Bytes are e4m3fn, which sm_80 cannot convert by itself."""
-    if x.dtype == tl.uint8:
-        bits = x.to(tl.int32)
-        # sign, exponent and fraction in the place of fp32's, whose exponent bias is larger by 120
-        value = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(kind)
-    return x.to(kind)
+def _decoded(x, FP8: tl.constexpr, KIND: tl.constexpr):
+    """Elements of a cache in the dtype of q: those of an fp8 cache come as bytes, `FP8` says of which format."""
+    if FP8 is None:
+        return x
+    if FP8 == "e5m2":
+        # the upper half of an fp16
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(KIND)
+    if tl.target_info.cuda_capability_geq(8, 9):
+        return x.to(tl.float8e4nv, bitcast=True).to(KIND)
+    # exponents of fp16 are 8 larger; the code without infinity has NaN at the top
+    x = x.to(tl.uint16)
+    value = (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
+    return tl.where((x & 0x7F) == 0x7F, float("nan"), value).to(KIND)
 
 
 @triton.jit
 def _context_tile(
     start, low, end, table, k, k_page, k_row, v, v_page, v_row, pages, d,
     N: tl.constexpr, D: tl.constexpr, P: tl.constexpr, ONE_PAGE: tl.constexpr,
+    FP8_K: tl.constexpr, FP8_V: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """K and V `[N, D]` of table rows from `start`, zero where not visible, and which `[N]` are: mapped, in [low, end)."""
+    """K and V `[N, D]` of table rows from `start`, zero where unseen; seen `[N]` is what is mapped in [low, end)."""
     lane = tl.arange(0, N)
     position = start + lane
     seen = (position >= low) & (position < end)
@@ -39,28 +45,31 @@ def _context_tile(
         page = tl.load(table + column, mask=seen, other=-1).to(tl.int64)
         seen = seen & (page >= 0) & (page < pages)
         offset = position - column * P
-    mask = seen[:, None] & (d < D)[None, :]
+    mask = seen[:, None]
+    if d.shape[0] != D:
+        mask = mask & (d < D)[None, :]
     k_at = k + (page * k_page + offset.to(tl.int64) * k_row)[:, None] + d[None, :]
     v_at = v + (page * v_page + offset.to(tl.int64) * v_row)[:, None] + d[None, :]
-    return tl.load(k_at, mask=mask, other=0.0), tl.load(v_at, mask=mask, other=0.0), seen
+    tile_k = _decoded(tl.load(k_at, mask=mask, other=0), FP8_K, KIND)
+    return tile_k, _decoded(tl.load(v_at, mask=mask, other=0), FP8_V, KIND), seen
 
 
 @triton.jit
-def _block_state(
-    q, top, total, acc, slot, d, ctx, length, table, k, k_page, k_row, v, v_page, v_row, pages, k_factor, v_factor,
+def _add_block(
+    q, top, total, acc, slot, d, ctx, length, table, k, k_page, k_row, v, v_page, v_row, pages, factor,
     dense_k, dense_k_row, dense_v, dense_v_row, rows, slots, window,
     D: tl.constexpr, P: tl.constexpr, NB: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, FP8_K: tl.constexpr, FP8_V: tl.constexpr,
 ):  # fmt: skip
-    """The state of the block's rows."""
-    lane = tl.arange(0, NB)
+    """The state with the block's rows added; dense_k is None: they are in the cache."""
     own = slot + (rows - slots)  # [M] block row of each query
     for start in range(0, length, NB):
-        row = start + lane
+        row = start + tl.arange(0, NB)
         if dense_k is None:
             tile_k, tile_v, seen = _context_tile(
-                ctx + start, ctx, ctx + length, table, k, k_page, k_row, v, v_page, v_row, pages, d, NB, D, P, False
-            )
+                ctx + start, ctx, ctx + length, table, k, k_page, k_row, v, v_page, v_row, pages, d,
+                NB, D, P, False, FP8_K, FP8_V, q.dtype,
+            )  # fmt: skip
         else:
             seen = row < length
             mask = seen[:, None] & (d < D)[None, :]
@@ -72,21 +81,7 @@ def _block_state(
             seen = seen & (row[None, :] <= own[:, None])
         if BY_QUERY:
             seen = seen & (tl.abs(row[None, :] - own[:, None]) < window)
-        top, total, acc = add_tile(
-            q,
-            _converted(tile_k, q.dtype),
-            _converted(tile_v, q.dtype),
-            seen,
-            top,
-            total,
-            acc,
-            k_factor,
-            SCALE,
-            CAP,
-            CAUSAL or BY_QUERY,
-        )
-    if v_factor is not None:
-        acc = acc * v_factor
+        top, total, acc = add_tile(q, tile_k, tile_v, seen, top, total, acc, factor, SCALE, CAP, CAUSAL or BY_QUERY)
     return top, total, acc
 
 
@@ -108,7 +103,7 @@ def block_attention_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, NB: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
     ONE_PAGE: tl.constexpr, CAUSAL: tl.constexpr, BY_QUERY: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP8_K: tl.constexpr, FP8_V: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of the context of one request and kv head, for M of its S * GROUP query rows; the first adds the block.
 
@@ -144,74 +139,60 @@ def block_attention_kernel(
         k_factor = tl.load(k_scale_ptr + b * k_scale_b + head64 * k_scale_h).to(kind)
     if v_scale_ptr is not None:
         v_factor = tl.load(v_scale_ptr + b * v_scale_b + head64 * v_scale_h).to(kind)
-    none = tl.full((M,), NEG_INF, kind)
-    zero = tl.zeros((M,), kind)
-    zeros = tl.zeros((M, DP), kind)
-    sum_top, sum_total, sum_acc = none, zero, zeros
+    top = tl.full((M,), NEG_INF, kind)
+    total = tl.zeros((M,), kind)
+    acc = tl.zeros((M, DP), kind)
+    sum_top, sum_total, sum_acc = top, total, acc
     if split == 0:
         if block_k_ptr is None:
-            sum_top, sum_total, sum_acc = _block_state(
-                q, none, zero, zeros, slot, d, ctx, length, table, k, k_page, k_row, v, v_page, v_row, pages,
-                k_factor, v_factor, None, 0, None, 0, rows, slots, window, D, P, NB, CAUSAL, BY_QUERY, SCALE, CAP,
+            top, total, acc = _add_block(
+                q, top, total, acc, slot, d, ctx, length, table, k, k_page, k_row, v, v_page, v_row, pages, k_factor,
+                None, 0, None, 0, rows, slots, window, D, P, NB, CAUSAL, BY_QUERY, SCALE, CAP, FP8_K, FP8_V,
             )  # fmt: skip
         else:
-            sum_top, sum_total, sum_acc = _block_state(
-                q, none, zero, zeros, slot, d, ctx, length, table, k, k_page, k_row, v, v_page, v_row, pages,
-                None, None, block_k_ptr + b * block_k_b + head64 * block_k_h, block_k_row,
+            top, total, acc = _add_block(
+                q, top, total, acc, slot, d, ctx, length, table, k, k_page, k_row, v, v_page, v_row, pages, None,
+                block_k_ptr + b * block_k_b + head64 * block_k_h, block_k_row,
                 block_v_ptr + b * block_v_b + head64 * block_v_h, block_v_row,
-                rows, slots, window, D, P, NB, CAUSAL, BY_QUERY, SCALE, CAP,
+                rows, slots, window, D, P, NB, CAUSAL, BY_QUERY, SCALE, CAP, FP8_K, FP8_V,
             )  # fmt: skip
-    top, total, acc = none, zero, zeros
+        # the factor is the cache's alone; and without rows of the first part the block is all of it
+        apart: tl.constexpr = v_factor is not None and block_k_ptr is not None
+        if apart or begin >= base + FINE:
+            if v_factor is not None and block_k_ptr is None:
+                acc = acc * v_factor
+            sum_top, sum_total, sum_acc = top, total, acc
+            top = tl.full((M,), NEG_INF, kind)
+            total = tl.zeros((M,), kind)
+            acc = tl.zeros((M, DP), kind)
     if BY_QUERY:
-        # rows from `edge` on are seen by every query
+        # rows from `edge` on are seen by every query; those before are no more than the part that starts at `base`
         edge = tl.minimum(ctx + rows - window, end)
         first = ctx + rows - slots - window + 1
         for start in range(begin, edge, N):
             tile_k, tile_v, seen = _context_tile(
-                start, low, end, table, k, k_page, k_row, v, v_page, v_row, pages, d, N, D, P, ONE_PAGE
-            )
+                start, low, end, table, k, k_page, k_row, v, v_page, v_row, pages, d,
+                N, D, P, ONE_PAGE, FP8_K, FP8_V, q.dtype,
+            )  # fmt: skip
             seen = seen[None, :] & ((start + tl.arange(0, N))[None, :] >= (first + slot)[:, None])
-            top, total, acc = add_tile(
-                q,
-                _converted(tile_k, q.dtype),
-                _converted(tile_v, q.dtype),
-                seen,
-                top,
-                total,
-                acc,
-                k_factor,
-                SCALE,
-                CAP,
-                True,
-            )
-            if ((start + N - base) % FINE == 0) | (start + N >= end):
-                if v_factor is not None:
-                    acc = acc * v_factor
-                sum_top, sum_total, sum_acc = merged(sum_top, sum_total, sum_acc, top, total, acc)
-                top, total, acc = none, zero, zeros
+            top, total, acc = add_tile(q, tile_k, tile_v, seen, top, total, acc, k_factor, SCALE, CAP, True)
             begin = start + N
     for start in tl.range(begin, end, N, num_stages=STAGES):
         tile_k, tile_v, seen = _context_tile(
-            start, low, end, table, k, k_page, k_row, v, v_page, v_row, pages, d, N, D, P, ONE_PAGE
-        )
-        top, total, acc = add_tile(
-            q,
-            _converted(tile_k, q.dtype),
-            _converted(tile_v, q.dtype),
-            seen[None, :],
-            top,
-            total,
-            acc,
-            k_factor,
-            SCALE,
-            CAP,
-            False,
-        )
-        if ((start + N - base) % FINE == 0) | (start + N >= end):
+            start, low, end, table, k, k_page, k_row, v, v_page, v_row, pages, d,
+            N, D, P, ONE_PAGE, FP8_K, FP8_V, q.dtype,
+        )  # fmt: skip
+        top, total, acc = add_tile(q, tile_k, tile_v, seen[None, :], top, total, acc, k_factor, SCALE, CAP, False)
+        if (start + N - base) % FINE == 0:
             if v_factor is not None:
                 acc = acc * v_factor
             sum_top, sum_total, sum_acc = merged(sum_top, sum_total, sum_acc, top, total, acc)
-            top, total, acc = none, zero, zeros
+            top = tl.full((M,), NEG_INF, kind)
+            total = tl.zeros((M,), kind)
+            acc = tl.zeros((M, DP), kind)
+    if v_factor is not None:
+        acc = acc * v_factor
+    sum_top, sum_total, sum_acc = merged(sum_top, sum_total, sum_acc, top, total, acc)
     alone = True if acc_ptr is None else ctx - base <= chunk
     if alone:
         finish(
@@ -237,7 +218,7 @@ def block_attention_combine_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, PER: tl.constexpr,
     IN_CACHE: tl.constexpr, BY_QUERY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one request and kv head, for R query rows, merged in order: PER of them from nothing, then these."""
+    """The splits of one request and kv head, for R query rows, merged in order: PER at a time, then these sums."""
     kind: tl.constexpr = tl.float64 if WIDE else tl.float32
     tiles = tl.cdiv(slots * GROUP, R)
     pid = tl.program_id(0)

@@ -77,10 +77,14 @@ def add_tile(
         # 0 * NaN must not reach the queries that do not see the row
         finite = tl.abs(v.to(acc.dtype)) < float("inf")
         acc = tl.dot(weight.to(v.dtype), tl.where(finite, v, 0.0), acc, out_dtype=acc.dtype, input_precision="ieee")
-        bad = tl.where(finite, 0.0, 1.0)
+        bad = tl.where(finite, 0, 1)
         if tl.max(tl.max(bad, axis=1), axis=0) > 0:
-            hits = tl.dot(seen.to(v.dtype), bad.to(v.dtype), out_dtype=acc.dtype, input_precision="ieee")
-            acc = tl.where(hits > 0, float("nan"), acc)
+            # rare; key by key takes no second accumulator
+            lane = tl.arange(0, v.shape[0])
+            for i in range(v.shape[0]):
+                sees = tl.max(tl.where(lane[None, :] == i, seen.to(tl.int32), 0), axis=1)
+                taints = tl.max(tl.where(lane[:, None] == i, bad, 0), axis=0)
+                acc = tl.where((sees[:, None] * taints[None, :]) > 0, float("nan"), acc)
     else:
         acc = tl.dot(weight.to(v.dtype), v, acc, out_dtype=acc.dtype, input_precision="ieee")
     return new, total, acc

@@ -12,6 +12,8 @@ from dmtp_kernels.ops._workspace import workspace
 from dmtp_kernels.ops.block_attention import kernels, reference
 from dmtp_kernels.ops.block_attention.config import LOG2E, MAX_DIM, MAX_ROWS, attention_config
 
+_FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
 
 def block_attention(
     q: torch.Tensor,  # [B, S, Hq, D]
@@ -53,7 +55,8 @@ def block_attention(
     config = attention_config(
         slots * group, rows, dim, q.element_size(), dim * (k_cache.element_size() + v_cache.element_size()), not count
     )
-    chunk = config.split(batch, heads, slots * group, span, count, dim * lse.element_size())
+    ragged = slots - 1 if by_query else 0
+    chunk = config.split(batch, heads, slots * group, ragged, span, count, dim * lse.element_size())
     splits = max(1, -(-span // chunk))
     parts = (None, None, None) if splits == 1 else _partials(batch * heads * splits * slots * group, dim, lse)
     factor = dim**-0.5 if scale is None else scale
@@ -66,7 +69,7 @@ def block_attention(
     tiles = -(-slots * group // config.rows)
     with _current(q.device):
         kernels.block_attention_kernel[(batch * splits * heads * tiles,)](
-            q, *q.stride()[:3], k_cache, *k_cache.stride()[:3], v_cache, *v_cache.stride()[:3],
+            q, *q.stride()[:3], _bytes(k_cache), *k_cache.stride()[:3], _bytes(v_cache), *v_cache.stride()[:3],
             page_table, page_table.stride(0), pages, capacity, ctx_len, valid_from, block_len,
             block_k, *_strides(block_k), block_v, *_strides(block_v),
             k_scale, *_scale_strides(k_scale), v_scale, *_scale_strides(v_scale), *outputs, *parts, *sizes,
@@ -74,6 +77,7 @@ def block_attention(
             ONE_PAGE=window is None and page_size % config.keys == 0, CAUSAL=block_causal,
             SCALE=factor * LOG2E if soft_cap is None else factor / soft_cap,
             CAP=None if soft_cap is None else soft_cap * LOG2E,
+            FP8_K=_FP8.get(k_cache.dtype), FP8_V=_FP8.get(v_cache.dtype),
             num_warps=config.warps, num_stages=config.stages, **common,
         )  # fmt: skip
         if splits > 1:
@@ -82,6 +86,10 @@ def block_attention(
                 *parts, capacity, ctx_len, valid_from, block_len, *outputs, *sizes,
                 R=part, PER=config.coarse // chunk, IN_CACHE=block_k is None, **common,
             )  # fmt: skip
+
+
+def _bytes(cache: torch.Tensor) -> torch.Tensor:
+    return cache.view(torch.uint8) if cache.dtype in _FP8 else cache
 
 
 def _partials(rows: int, dim: int, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
