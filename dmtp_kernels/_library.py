@@ -7,11 +7,14 @@ be captured; `dmtp::<name>` allocates its outputs and calls the same launcher. B
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmtp_kernels import backends
 
@@ -19,7 +22,9 @@ _LIBRARY = torch.library.Library("dmtp", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _DISPATCH_KEYS = ("CPU", "CUDA")
 _OUT_ALIASES = "abcdefgh"
+_SCALARS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Shape = tuple[Sequence[int], torch.dtype]
 
 
@@ -34,6 +39,7 @@ class Op:
 
 
 _OPS: dict[str, Op] = {}
+_PYTHON_FORMS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {}
 
 
 def define_op(
@@ -128,12 +134,16 @@ def registered() -> tuple[str, ...]:
 def supports(name: str, *inputs: Any, **keywords: Any) -> str | None:
     """Why op `name` cannot take these inputs, or None when it can.
 
-    The arguments are those of `torch.ops.dmtp.<name>`, by position or by keyword. For the head's ops and
-    `fused_t1_prep`, whose Python functions take an `LMHead` or a `Fusion`, they are the tensors and scalars inside it.
+    The arguments are those of `torch.ops.dmtp.<name>`, by position or by keyword; with an `LMHead` or a `Fusion` among
+    them, those of the op's Python function.
     """
     op = _OPS.get(name)
     if op is None:
         return f"no op named {name!r}; known: {', '.join(registered())}"
+    try:
+        inputs, keywords = _unpacked(op, inputs, keywords)
+    except (ValueError, TypeError) as error:
+        return str(error)
     arguments = op.functional._schema.arguments
     given = dict(zip((a.name for a in arguments), inputs, strict=False))
     unknown = (set(keywords) - {a.name for a in arguments}) | (set(keywords) & set(given))
@@ -144,16 +154,66 @@ def supports(name: str, *inputs: Any, **keywords: Any) -> str | None:
     for argument in arguments:
         value = given.get(argument.name, argument.default_value)
         kind = str(argument.type)
+        if argument.name not in given and not argument.has_default_value() and kind != "Tensor":
+            return f"{argument.name}: is missing"
         if kind == "Tensor" and not isinstance(value, torch.Tensor):
             return f"{argument.name}: is {_kind(value)}, must be a tensor"
         if kind == "Optional[Tensor]" and not isinstance(value, torch.Tensor | None):
             return f"{argument.name}: is {_kind(value)}, must be a tensor or None"
+        if kind in _SCALARS and not isinstance(value, _SCALARS[kind]):
+            return f"{argument.name}: is {value!r}, must be {kind}"
         values.append(value)
     try:
         op.check(*values)
         return backends.refusal(name, _device(values), values)
     except (ValueError, TypeError, backends.BackendUnavailable) as error:
         return str(error)
+
+
+def takes_packed(*kinds: type) -> Callable[[_Function], _Function]:
+    """Decorator of an op's Python function of the same name that takes objects of `kinds` in place of their tensors."""
+
+    def record(function: _Function) -> _Function:
+        _PYTHON_FORMS[function.__name__] = (function, kinds)
+        return function
+
+    return record
+
+
+class _Reached(Exception):
+    """The op was called; its arguments are those of the exception."""
+
+
+class _StopAt(TorchDispatchMode):
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.op = op
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is self.op.functional:
+            raise _Reached(args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+def _unpacked(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The op's own arguments, from those of its Python function when a packed object is among them."""
+    function, kinds = _PYTHON_FORMS.get(op.name, (None, ()))
+    if function is None or not any(isinstance(value, kinds) for value in (*inputs, *keywords.values())):
+        return inputs, keywords
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind_partial(*inputs, **keywords).arguments
+    except TypeError as error:
+        raise TypeError(f"{op.name}: {error}") from None
+    for parameter in signature.parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in bound:
+            raise TypeError(f"{parameter.name}: is missing")
+    try:
+        with _StopAt(op):
+            function(*inputs, **keywords)
+    except _Reached as reached:
+        return reached.args
+    raise AssertionError(f"{op.name}: its Python function does not call it")
 
 
 def _kind(value: Any) -> str:

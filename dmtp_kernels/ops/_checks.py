@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -18,11 +20,13 @@ def check_tensor(
     symbols: dict[str, int],
     *,
     last_contiguous: bool = True,
+    like: Mapping[str, str] | None = None,
 ) -> None:
     """Check rank, sizes and dtype of one tensor.
 
     `shape` holds ints (exact), None (any) or symbol names; a symbol is bound at its first use in `symbols` and must
-    agree afterwards, so the error can say which symbol disagreed.
+    agree afterwards, so the error can say which symbol disagreed, and with `like` (symbol -> the argument that bound
+    it) with what.
     """
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(str(d) for d in dtypes)}")
@@ -39,7 +43,8 @@ def check_tensor(
                 symbols[want] = got
                 continue
             if got != symbols[want]:
-                raise ValueError(f"{name}: dimension {axis} ({want}) is {got}, must be {symbols[want]}")
+                source = f" like {like[want]}" if like and want in like else ""
+                raise ValueError(f"{name}: dimension {axis} ({want}) is {got}, must be {symbols[want]}{source}")
         elif got != want:
             raise ValueError(f"{name}: dimension {axis} is {got}, must be {want}")
     if last_contiguous and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
@@ -61,8 +66,22 @@ def check_instance(name: str, value: object, kind: type) -> None:
 
 def check_whole(name: str, value: object) -> None:
     """`value` must be an int."""
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, (Integral, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{name}: is {value!r}, must be a whole number")
+
+
+def check_real(name: str, value: object) -> None:
+    """`value` must be an int or a float."""
+    if not isinstance(value, (Real, torch.SymFloat)) or isinstance(value, bool):
+        raise TypeError(f"{name}: is {value!r}, must be a number")
+
+
+def check_part(owner: str, check: Callable[..., None], *values: Any) -> None:
+    """Run `check(*values)`; its error then names a part of the argument `owner`."""
+    try:
+        check(*values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{owner}.{error}") from None
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

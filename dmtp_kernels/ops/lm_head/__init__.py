@@ -6,11 +6,12 @@ import dataclasses
 
 import torch
 
-from dmtp_kernels.ops._checks import check_instance
+from dmtp_kernels._library import takes_packed
+from dmtp_kernels.ops._checks import check_choice, check_instance, check_whole
 from dmtp_kernels.ops.lm_head.canonical import canonical_dot
 from dmtp_kernels.ops.lm_head.head import LMHead
 from dmtp_kernels.ops.lm_head.keys import NO_KEY, combine_keys, decode_key, encode_key
-from dmtp_kernels.ops.lm_head.op import LM_HEAD_RESCORE, LM_HEAD_SCREEN, LM_HEAD_SELECT
+from dmtp_kernels.ops.lm_head.op import LM_HEAD_RESCORE, LM_HEAD_SCREEN, LM_HEAD_SELECT, LOGIT_DTYPES
 from dmtp_kernels.ops.lm_head.pack import pack_lm_head
 from dmtp_kernels.ops.lm_head.report import HeadReport, lm_head_report
 
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 
+@takes_packed(LMHead)
 def lm_head_select(
     hidden: torch.Tensor, head: LMHead, k: int = 1, logit_dtype: str = "float32"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,10 +59,14 @@ def lm_head_select(
     Raises:
         ValueError, TypeError: a shape, dtype, device or choice is wrong; the message names the argument.
     """
+    check_instance("hidden", hidden, torch.Tensor)
     check_instance("head", head, LMHead)
+    check_whole("k", k)
+    check_choice("logit_dtype", logit_dtype, LOGIT_DTYPES)
     return LM_HEAD_SELECT.functional(hidden, *head.tensors(), **head.scalars(), k=k, logit_dtype=logit_dtype)
 
 
+@takes_packed(LMHead)
 def lm_head_screen(
     hidden: torch.Tensor, head: LMHead, capacity: int | None = None, *, k: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -82,7 +88,9 @@ def lm_head_screen(
     Raises:
         ValueError, TypeError: as `lm_head_select`.
     """
+    check_instance("hidden", hidden, torch.Tensor)
     check_instance("head", head, LMHead)
+    check_whole("k", k)
     if capacity is not None:
         head = dataclasses.replace(head, capacity=capacity)
     return LM_HEAD_SCREEN.functional(hidden, *head.tensors(), **head.scalars(), k=k)
@@ -119,13 +127,10 @@ def lm_head_rescore(
     """
     for name, tensor in (("hidden", hidden), ("weight", weight), ("ids", ids), ("count", count)):
         check_instance(name, tensor, torch.Tensor)
+    num_valid = weight.shape[0] if num_valid is None else num_valid
+    for name, number in (("k", k), ("id_offset", id_offset), ("num_valid", num_valid)):
+        check_whole(name, number)
+    check_choice("logit_dtype", logit_dtype, LOGIT_DTYPES)
     return LM_HEAD_RESCORE.functional(
-        hidden,
-        weight,
-        ids,
-        count,
-        k=k,
-        id_offset=id_offset,
-        num_valid=weight.shape[0] if num_valid is None else num_valid,
-        logit_dtype=logit_dtype,
+        hidden, weight, ids, count, k=k, id_offset=id_offset, num_valid=num_valid, logit_dtype=logit_dtype
     )

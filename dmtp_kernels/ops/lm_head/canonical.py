@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from dmtp_kernels.ops._checks import check_instance
+
 LANES = 256
 _CHUNK_ELEMENTS = 1 << 19
 
@@ -27,8 +29,10 @@ def canonical_dot(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         `[n, V]` or `[n, C]`, float32 (float64 when an input is float64).
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError, TypeError: the shapes do not fit, or an argument is no tensor.
     """
+    check_instance("hidden", hidden, torch.Tensor)
+    check_instance("rows", rows, torch.Tensor)
     if hidden.dim() != 2 or rows.dim() not in (2, 3) or rows.shape[-1] != hidden.shape[-1]:
         raise ValueError(
             f"rows: shape is {tuple(rows.shape)}, must be [V, H] or [n, C, H] for hidden {tuple(hidden.shape)}"

@@ -11,9 +11,11 @@ from dmtp_kernels.ops._checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     check_choice,
+    check_instance,
     check_range,
     check_same_device,
     check_tensor,
+    check_whole,
 )
 from dmtp_kernels.ops.lm_head.formats import FORMATS, codes_shape, scale_shape
 
@@ -84,6 +86,12 @@ class LMHead:
     full_scan: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("codes", "scale", "bound", "down", "up", "id_map"):
+            if (tensor := getattr(self, name)) is not None:
+                check_instance(name, tensor, torch.Tensor)
+        for name in ("num_valid", "id_offset", "capacity"):
+            check_whole(name, getattr(self, name))
+        check_instance("full_scan", self.full_scan, bool)
         check_head(self.args(), {})
 
     @property

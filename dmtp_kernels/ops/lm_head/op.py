@@ -11,6 +11,7 @@ from dmtp_kernels.ops._checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     check_choice,
+    check_part,
     check_range,
     check_same_device,
     check_tensor,
@@ -23,9 +24,9 @@ _HEAD = len(HeadArgs._fields)
 
 def _check_hidden(hidden: torch.Tensor, head: HeadArgs) -> None:
     sizes: dict[str, int] = {}
-    check_head(head, sizes)
-    check_tensor("hidden", hidden, ["n", "H"], FLOAT_DTYPES, sizes)
-    check_same_device("hidden", hidden.device, weight=head.weight)
+    check_part("head", check_head, head, sizes)
+    check_tensor("hidden", hidden, ["n", "H"], FLOAT_DTYPES, sizes, like={"H": "head.weight"})
+    check_same_device("hidden", hidden.device, **{"head.weight": head.weight})
 
 
 def _check_select(hidden: torch.Tensor, *rest: Any) -> None:
@@ -62,9 +63,10 @@ def _check_rescore(
 ) -> None:
     sizes: dict[str, int] = {}
     check_tensor("hidden", hidden, ["n", "H"], FLOAT_DTYPES, sizes)
-    check_tensor("weight", weight, ["V", "H"], FLOAT_DTYPES, sizes)
-    check_tensor("ids", ids, ["n", "K"], INDEX_DTYPES, sizes)
-    check_tensor("count", count, ["n"], INDEX_DTYPES, sizes)
+    like = {"n": "hidden", "H": "hidden"}
+    check_tensor("weight", weight, ["V", "H"], FLOAT_DTYPES, sizes, like=like)
+    check_tensor("ids", ids, ["n", "K"], INDEX_DTYPES, sizes, like=like)
+    check_tensor("count", count, ["n"], INDEX_DTYPES, sizes, like=like)
     check_range("k", k, 1)
     check_range("id_offset", id_offset, 0, 2**31 - 1 - sizes["V"])
     check_range("num_valid", num_valid, 0, sizes["V"])

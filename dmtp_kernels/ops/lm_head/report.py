@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dmtp_kernels.ops._checks import check_instance
 from dmtp_kernels.ops.lm_head.head import LMHead
 from dmtp_kernels.ops.lm_head.op import LM_HEAD_SCREEN, LM_HEAD_SELECT
 from dmtp_kernels.ops.lm_head.pack import pack_lm_head
@@ -45,8 +46,10 @@ def lm_head_report(
         quantiles: of the survivor counts, each in 0..1 (nearest rank).
 
     Raises:
-        ValueError: no states, or a head with an id map.
+        ValueError, TypeError: no states, or a head with an id map; the message names the argument.
     """
+    check_instance("head", head, LMHead)
+    check_instance("states", states, torch.Tensor)
     if states.dim() != 2 or states.shape[0] == 0:
         raise ValueError(f"states: shape is {tuple(states.shape)}, must be [m, {head.hidden_size}] with m at least 1")
     if head.id_map is not None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from dmtp_kernels.ops._checks import check_instance
+from dmtp_kernels._library import takes_packed
+from dmtp_kernels.ops._checks import check_instance, check_whole
 from dmtp_kernels.ops.lm_head import LMHead
+from dmtp_kernels.ops.t1_prep.args import PrepArgs
 from dmtp_kernels.ops.t1_prep.fold import fold_fusion
 from dmtp_kernels.ops.t1_prep.fusion import Fusion, check_mask_id
-from dmtp_kernels.ops.t1_prep.op import FUSED_T1_PREP
+from dmtp_kernels.ops.t1_prep.op import FUSED_T1_PREP, check_types
 
 __all__ = ["Fusion", "check_mask_id", "fold_fusion", "fused_t1_prep"]
 
@@ -16,6 +20,7 @@ _HEAD_TENSORS, _FUSION_TENSORS = 7, 5  # leading fields of HeadArgs and FusionAr
 _NO_HEAD = (*(None,) * _HEAD_TENSORS, "dense", 0, 0, "none", 1, True)
 
 
+@takes_packed(LMHead, Fusion)
 def fused_t1_prep(
     anchor_ids: torch.Tensor,
     h_mtp: torch.Tensor,
@@ -41,10 +46,10 @@ def fused_t1_prep(
         anchor_ids: `[B]` int32/int64, the newest emitted token A. A row with a negative anchor is inert.
         h_mtp: `[B, H]`, the MTP output that predicted T1, in the form the head reads (the caller applies MTP's final
             norm or not); never one computed after consuming T1.
-        head: this rank's head. None when `t1_override` supplies T1.
+        head: this rank's head. None when `t1_override` supplies T1; a head given with it is checked but never read.
         embedding: `[Ve, E]` table; E need not equal H.
         fusion: what is added where, see `Fusion`. Each stream gets exactly one norm here.
-        mask_id: id of the MASK slots.
+        mask_id: id of the MASK slots, in `[0, num_embeddings)` also with `mask_embed`.
         anchors: 2 gives `[A, T1, MASK...]`, 1 gives `[T1, MASK...]`.
         num_masks: MASK slots.
         mask_embed: `[E]`, stands in for the table's row `mask_id`.
@@ -74,13 +79,13 @@ def fused_t1_prep(
     Source: section 3 of the DMTP description; the contract choices are in README.md beside this file.
     """
     check_instance("fusion", fusion, Fusion)
-    for name, tensor in (("anchor_ids", anchor_ids), ("h_mtp", h_mtp), ("embedding", embedding)):
-        check_instance(name, tensor, torch.Tensor)
+    check_instance("embedding", embedding, torch.Tensor)
+    check_whole("embedding_start", embedding_start)
     if head is not None:
         check_instance("head", head, LMHead)
     source = _NO_HEAD if head is None else head.args()
     fused = fusion.args()
-    return FUSED_T1_PREP.functional(
+    values: tuple[Any, ...] = (
         anchor_ids,
         h_mtp,
         embedding,
@@ -100,3 +105,5 @@ def fused_t1_prep(
         embedding_start + embedding.shape[0] if num_embeddings is None else num_embeddings,
         logit_dtype,
     )
+    check_types(PrepArgs(*values))
+    return FUSED_T1_PREP.functional(*values)

@@ -8,13 +8,13 @@ import torch
 from torch import distributed
 
 from dmtp_kernels import backends
-from dmtp_kernels.ops._checks import check_instance
+from dmtp_kernels.ops._checks import check_instance, check_whole
 from dmtp_kernels.ops._workspace import workspace
 from dmtp_kernels.ops.lm_head import UNCERTIFIED, LMHead, decode_key
 from dmtp_kernels.ops.lm_head.op import LM_HEAD_SELECT
 from dmtp_kernels.ops.t1_prep.args import PrepArgs
 from dmtp_kernels.ops.t1_prep.fusion import Fusion
-from dmtp_kernels.ops.t1_prep.op import FUSED_T1_PREP
+from dmtp_kernels.ops.t1_prep.op import FUSED_T1_PREP, check_types
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -65,12 +65,15 @@ def fused_t1_prep_sharded(
     """
     check_instance("head", head, LMHead)
     check_instance("fusion", fusion, Fusion)
+    check_instance("embedding", embedding, torch.Tensor)
+    check_whole("embedding_start", embedding_start)
     rows = embedding.shape[0]
     values: list[Any] = [anchor_ids, h_mtp, embedding, fusion_hidden, None, mask_embed, folded]
     values += [*head.tensors(), *fusion.tensors(), *head.scalars().values(), *fusion.scalars().values()]
     values += [anchors, mask_id, num_masks, embed_scale, embedding_start]
     values += [embedding_start + rows if num_embeddings is None else num_embeddings, logit_dtype]
     args = PrepArgs(*values)
+    check_types(args)
     FUSED_T1_PREP.check(*args)
     if reduce_blocks and rows == args.num_embeddings and distributed.get_world_size(group) > 1:
         raise ValueError(f"reduce_blocks: is True, must be False with all {rows} rows of the table on each rank")

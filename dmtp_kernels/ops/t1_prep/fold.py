@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dmtp_kernels.ops._checks import FLOAT_DTYPES, check_tensor
+from dmtp_kernels.ops._checks import FLOAT_DTYPES, check_instance, check_real, check_tensor
 from dmtp_kernels.ops.t1_prep.fusion import Fusion
 from dmtp_kernels.ops.t1_prep.reference import add, project, rms_norm, scaled
 
@@ -31,6 +31,11 @@ def fold_fusion(
     Raises:
         ValueError, TypeError: the fusion reads no embedding stream, or the shapes do not fit.
     """
+    check_instance("embedding", embedding, torch.Tensor)
+    check_instance("fusion", fusion, Fusion)
+    check_real("embed_scale", embed_scale)
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype: is {dtype}, must be one of {', '.join(str(d) for d in FLOAT_DTYPES)}")
     check_tensor("embedding", embedding, [None, None], FLOAT_DTYPES, {})
     args = fusion.args()
     if args.norm_e is None or args.first is None:

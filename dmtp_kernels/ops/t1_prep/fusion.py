@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ from dmtp_kernels.ops._checks import (
     check_choice,
     check_instance,
     check_range,
+    check_real,
     check_same_device,
     check_tensor,
+    check_whole,
 )
 
 MODES = ("residual", "residual_low_rank", "replace", "none")
@@ -83,6 +86,8 @@ class Fusion:
     slots: str = "t1"
 
     def __post_init__(self) -> None:
+        for name in ("eps_e", "eps_m", "offset_e", "offset_m"):
+            check_real(name, getattr(self, name))
         check_fusion(self.args(), {})
 
     @classmethod
@@ -134,8 +139,11 @@ class Fusion:
         }
 
 
-def check_fusion(fusion: FusionArgs, symbols: dict[str, int]) -> None:
-    """Shapes, dtypes and devices of a fusion; binds E and H in `symbols` (E is the width of the embedding)."""
+def check_fusion(fusion: FusionArgs, symbols: dict[str, int], like: Mapping[str, str] | None = None) -> None:
+    """Shapes, dtypes and devices of a fusion; binds E and H in `symbols` (E is the width of the embedding).
+
+    `like` names the arguments that have bound them already.
+    """
     check_choice("mode", fusion.mode, MODES)
     check_choice("slots", fusion.slots, SLOTS)
     for name, tensor in zip(("weight", "down", "up", "norm_e", "norm_m"), fusion[:5], strict=True):
@@ -161,12 +169,12 @@ def check_fusion(fusion: FusionArgs, symbols: dict[str, int]) -> None:
         raise TypeError(
             f"{label}: dtype is {first.dtype}, must be dense floating point; dequantise it with its scales first"
         )
-    check_tensor("norm_m", norm_m, ["H"], FLOAT_DTYPES, symbols)
+    check_tensor("norm_m", norm_m, ["H"], FLOAT_DTYPES, symbols, like=like)
     if fusion.up is not None:
-        check_tensor("up", fusion.up, ["E", "r"], FLOAT_DTYPES, symbols)
+        check_tensor("up", fusion.up, ["E", "r"], FLOAT_DTYPES, symbols, like=like)
         check_tensor("down", first, ["r", None], FLOAT_DTYPES, symbols)
     else:
-        check_tensor("weight", first, ["E", None], FLOAT_DTYPES, symbols)
+        check_tensor("weight", first, ["E", None], FLOAT_DTYPES, symbols, like=like)
     width, both, alone = first.shape[1], symbols["E"] + symbols["H"], symbols["H"]
     may_read_alone = fusion.mode != "replace"
     if width != both and not (may_read_alone and width == alone):
@@ -183,7 +191,7 @@ def check_fusion(fusion: FusionArgs, symbols: dict[str, int]) -> None:
             f"norm_e: is {state}, {label} {tuple(first.shape)} reads {width} of H = {alone}, E + H = {both}"
         )
     if fusion.norm_e is not None:
-        check_tensor("norm_e", fusion.norm_e, ["E"], FLOAT_DTYPES, symbols)
+        check_tensor("norm_e", fusion.norm_e, ["E"], FLOAT_DTYPES, symbols, like=like)
     check_same_device(
         "norm_m", norm_m.device, norm_e=fusion.norm_e, weight=fusion.weight, down=fusion.down, up=fusion.up
     )
@@ -201,8 +209,9 @@ def check_mask_id(mask_id: int, num_embeddings: int, eos_ids: tuple[int, ...] | 
         `mask_id`.
 
     Raises:
-        ValueError: `mask_id` is outside the table or is one of `eos_ids`.
+        ValueError, TypeError: `mask_id` is no int, is outside the table or is one of `eos_ids`.
     """
+    check_whole("mask_id", mask_id)
     if not 0 <= mask_id < num_embeddings:
         raise ValueError(f"mask_id: is {mask_id}, must be in [0, {num_embeddings}), the rows of the embedding table")
     if mask_id in tuple(eos_ids):

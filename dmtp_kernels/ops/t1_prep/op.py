@@ -12,30 +12,54 @@ from dmtp_kernels.ops._checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     check_choice,
+    check_instance,
+    check_part,
     check_range,
+    check_real,
     check_same_device,
     check_tensor,
+    check_whole,
 )
-from dmtp_kernels.ops.lm_head.head import check_head
+from dmtp_kernels.ops.lm_head.head import HeadArgs, check_head
 from dmtp_kernels.ops.lm_head.op import LOGIT_DTYPES
 from dmtp_kernels.ops.t1_prep.args import SCHEMA, PrepArgs
-from dmtp_kernels.ops.t1_prep.fusion import check_fusion, check_mask_id
+from dmtp_kernels.ops.t1_prep.fusion import FusionArgs, check_fusion, check_mask_id
 
-_TENSORS = PrepArgs._fields[: PrepArgs._fields.index("head_format")]
+_OWN = PrepArgs._fields[: PrepArgs._fields.index("head_weight")]  # tensors that no head or fusion carries
+_TENSORS = (
+    *_OWN,
+    *(f"head.{name}" for name in HeadArgs._fields[: HeadArgs._fields.index("format")]),
+    *(f"fusion.{name}" for name in FusionArgs._fields[: FusionArgs._fields.index("mode")]),
+)
+_LIKE = {"B": "anchor_ids", "H": "head.weight", "E": "embedding", "Ve": "embedding"}
+
+
+def check_types(args: PrepArgs) -> None:
+    """Types of what the caller gives by itself, which the dispatcher would refuse without naming it."""
+    for name, tensor in zip(_OWN, args, strict=False):
+        if tensor is not None or name in ("anchor_ids", "h_mtp", "embedding"):
+            check_instance(name, tensor, torch.Tensor)
+    for name in ("anchors", "mask_id", "num_masks", "embedding_start", "num_embeddings"):
+        check_whole(name, getattr(args, name))
+    check_real("embed_scale", args.embed_scale)
+    check_choice("logit_dtype", args.logit_dtype, LOGIT_DTYPES)
 
 
 def _check(*values: Any) -> None:
     args = PrepArgs(*values)
     sizes: dict[str, int] = {}
     check_tensor("anchor_ids", args.anchor_ids, ["B"], INDEX_DTYPES, sizes)
-    check_tensor("h_mtp", args.h_mtp, ["B", "H"], FLOAT_DTYPES, sizes)
+    head = args.head()
+    if head is not None:
+        check_part("head", check_head, head, sizes)
+    check_tensor("h_mtp", args.h_mtp, ["B", "H"], FLOAT_DTYPES, sizes, like=_LIKE)
     check_tensor("embedding", args.embedding, ["Ve", "E"], FLOAT_DTYPES, sizes)
     if args.fusion_hidden is not None:
-        check_tensor("fusion_hidden", args.fusion_hidden, ["B", None], FLOAT_DTYPES, sizes)
+        check_tensor("fusion_hidden", args.fusion_hidden, ["B", None], FLOAT_DTYPES, sizes, like=_LIKE)
     if args.t1_override is not None:
-        check_tensor("t1_override", args.t1_override, ["B"], INDEX_DTYPES, sizes)
+        check_tensor("t1_override", args.t1_override, ["B"], INDEX_DTYPES, sizes, like=_LIKE)
     if args.mask_embed is not None:
-        check_tensor("mask_embed", args.mask_embed, ["E"], FLOAT_DTYPES, sizes)
+        check_tensor("mask_embed", args.mask_embed, ["E"], FLOAT_DTYPES, sizes, like=_LIKE)
     check_same_device("anchor_ids", args.anchor_ids.device, **dict(zip(_TENSORS, values, strict=False)))
 
     rows = sizes["Ve"]
@@ -49,23 +73,22 @@ def _check(*values: Any) -> None:
     check_choice("logit_dtype", args.logit_dtype, LOGIT_DTYPES)
     if not math.isfinite(args.embed_scale):
         raise ValueError(f"embed_scale: is {args.embed_scale}, must be finite")
-    _check_source(args, sizes)
+    _check_source(args, head)
 
     fusion = args.fusion()
-    check_fusion(fusion, {"E": sizes["E"], "H": args.hidden().shape[1]})
+    like = {"E": "embedding", "H": "h_mtp" if args.fusion_hidden is None else "fusion_hidden"}
+    check_part("fusion", check_fusion, fusion, {"E": sizes["E"], "H": args.hidden().shape[1]}, like)
     if args.folded is not None:
         if fusion.norm_e is None:
             raise ValueError(f"folded: is given, mode {fusion.mode!r} reads no embedding stream that could be folded")
-        check_tensor("folded", args.folded, ["Ve", "E"], FLOAT_DTYPES, sizes)
+        check_tensor("folded", args.folded, ["Ve", "E"], FLOAT_DTYPES, sizes, like=_LIKE)
 
 
-def _check_source(args: PrepArgs, sizes: dict[str, int]) -> None:
-    head = args.head()
+def _check_source(args: PrepArgs, head: HeadArgs | None) -> None:
     if head is None:
         if args.t1_override is None:
             raise ValueError("head: is None, must be given unless t1_override supplies T1")
         return
-    check_head(head, {"H": sizes["H"]})
     if head.id_map is None and head.id_offset + head.num_valid > args.num_embeddings:
         raise ValueError(
             f"head: its real rows reach token id {head.id_offset + head.num_valid - 1}, must stay below "
