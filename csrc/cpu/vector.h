@@ -169,40 +169,52 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 
 #else
 
-// plain loops: the compiler makes of them what the target has
+#if defined(__GNUC__)
+typedef float Four __attribute__((vector_size(16)));
+#else
+struct Four {
+  float v[4];
+
+  float& operator[](int i) { return v[i]; }
+  float operator[](int i) const { return v[i]; }
+};
+inline Four operator+(Four a, Four b) {
+  return {{a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]}};
+}
+inline Four operator*(Four a, Four b) {
+  return {{a[0] * b[0], a[1] * b[1], a[2] * b[2], a[3] * b[3]}};
+}
+#endif
+
 struct Floats {
-  float v[kLanes];
+  Four v[kLanes / 4];
 
   static Floats zero() { return all(0.0f); }
   static Floats all(float x) {
+    const Four four = {x, x, x, x};
+    return {{four, four, four, four}};
+  }
+  static Floats load(const float* p) {
     Floats out;
-    for (float& lane : out.v) {
-      lane = x;
-    }
+    std::memcpy(out.v, p, sizeof out.v);
     return out;
   }
   template <class T>
   static Floats load(const T* p) {
-    Floats out;
+    float lanes[kLanes];
     for (int i = 0; i < kLanes; ++i) {
-      out.v[i] = to_float(p[i]);
+      lanes[i] = to_float(p[i]);
     }
-    return out;
+    return load(lanes);
   }
   void store(float* p) const { std::memcpy(p, v, sizeof v); }
 };
 
-inline Floats operator+(Floats a, const Floats& b) {
-  for (int i = 0; i < kLanes; ++i) {
-    a.v[i] += b.v[i];
-  }
-  return a;
+inline Floats operator+(const Floats& a, const Floats& b) {
+  return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2], a.v[3] + b.v[3]}};
 }
-inline Floats operator*(Floats a, const Floats& b) {
-  for (int i = 0; i < kLanes; ++i) {
-    a.v[i] *= b.v[i];
-  }
-  return a;
+inline Floats operator*(const Floats& a, const Floats& b) {
+  return {{a.v[0] * b.v[0], a.v[1] * b.v[1], a.v[2] * b.v[2], a.v[3] * b.v[3]}};
 }
 inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
   return a * b + c;
@@ -239,8 +251,8 @@ inline float sum(Floats x) {
 }
 #else
 inline float sum(const Floats& x) {
-  const auto four = [&](int i) { return (x.v[i] + x.v[i + 1]) + (x.v[i + 2] + x.v[i + 3]); };
-  return (four(0) + four(4)) + (four(8) + four(12));
+  const auto four = [&](int i) { return (x.v[i][0] + x.v[i][1]) + (x.v[i][2] + x.v[i][3]); };
+  return (four(0) + four(1)) + (four(2) + four(3));
 }
 #endif
 
