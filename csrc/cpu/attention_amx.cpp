@@ -17,7 +17,7 @@ void written() {
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
-// Two fp32 as bf16, the second in the high half; rounded to nearest even.
+// Two fp32 as bf16, the second in the high half; rounded to nearest even. A NaN stays one if its low half is zero.
 __m512i bf16_pair(__m512 low, __m512 high) {
   const auto rounded = [](__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
@@ -290,16 +290,21 @@ struct AmxMath final : TileMath {
     const __mmask16 none = _mm512_cmp_ps_mask(top, lowest, _CMP_EQ_OQ);
     const __m512 shift = _mm512_mask_mov_ps(top, none, _mm512_setzero_ps());
     const __m512 value_scale = _mm512_set1_ps(tile.value_scale);
+    // a scale that is not finite says nothing of keys that are not seen
+    const auto scaled = [&](__m512 score, __m512 weight) {
+      return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(score, lowest, _CMP_NEQ_UQ), weight, value_scale);
+    };
     __m512 total = _mm512_setzero_ps();
     for (int step = 0; step < depth; ++step) {
       __m512 pairs[kSide];
       for (int j = 0; j < kSide; ++j) {
         const float* at = x + (step * kDepth + 2 * j) * kSide;
-        const __m512 a = exp_lanes(_mm512_sub_ps(_mm512_load_ps(at), shift));
-        const __m512 b = exp_lanes(_mm512_sub_ps(_mm512_load_ps(at + kSide), shift));
+        const __m512 first_score = _mm512_load_ps(at), second_score = _mm512_load_ps(at + kSide);
+        const __m512 a = exp_lanes(_mm512_sub_ps(first_score, shift));
+        const __m512 b = exp_lanes(_mm512_sub_ps(second_score, shift));
         total = _mm512_add_ps(total, _mm512_add_ps(a, b));
         lines.step(kWeighStep);
-        pairs[j] = _mm512_castsi512_ps(bf16_pair(_mm512_mul_ps(a, value_scale), _mm512_mul_ps(b, value_scale)));
+        pairs[j] = _mm512_castsi512_ps(bf16_pair(scaled(first_score, a), scaled(second_score, b)));
       }
       transpose(pairs, kSide, reinterpret_cast<float*>(weights + step * kTile), kSide);
     }

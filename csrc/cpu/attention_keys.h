@@ -71,8 +71,10 @@ class Keys {
     return t.dtype == DType::i64 ? static_cast<const int64_t*>(t.data)[at] : static_cast<const int32_t*>(t.data)[at];
   }
 
+  // one NaN for all, which survives being rounded to bf16
   float scale_of(const Tensor& t) const {
-    return t ? static_cast<const float*>(t.data)[b_ * t.stride[0] + head_ * t.stride[1]] : 1.0f;
+    const float x = t ? static_cast<const float*>(t.data)[b_ * t.stride[0] + head_ * t.stride[1]] : 1.0f;
+    return x == x ? x : std::numeric_limits<float>::quiet_NaN();
   }
 
   const BlockAttention& args_;

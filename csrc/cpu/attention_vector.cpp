@@ -14,7 +14,8 @@ constexpr int kBlockRows = 2, kBlockVectors = 2;
 constexpr int kBlockRows = 2, kBlockVectors = 1;
 #endif
 
-// c[m, n] (+)= a[m, k] b[k, n], n a multiple of 16. Every sum is one chain over k, whatever the block it is in.
+// c[m, n] (+)= a[m, k] b[k, n], n a multiple of 16. Every sum is one chain over k from zero, whatever the block it is
+// in: what is there is added last, or thousands of keys would make one chain.
 struct Product {
   const float* a;
   int64_t a_stride;
@@ -29,7 +30,7 @@ struct Product {
     Floats sums[R][N];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < N; ++i) {
-        sums[r][i] = add ? Floats::load(c + (m + r) * c_stride + n + i * kLanes) : Floats::zero();
+        sums[r][i] = Floats::zero();
       }
     }
     for (int64_t k = 0; k < depth; ++k) {
@@ -46,7 +47,8 @@ struct Product {
     }
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < N; ++i) {
-        sums[r][i].store(c + (m + r) * c_stride + n + i * kLanes);
+        float* to = c + (m + r) * c_stride + n + i * kLanes;
+        (add ? Floats::load(to) + sums[r][i] : sums[r][i]).store(to);
       }
     }
   }
@@ -154,14 +156,18 @@ struct VectorMath final : TileMath {
       (Floats::load(x + i) + Floats::all(-shift)).store(x + i);
       exp_lanes(x + i);
     }
-    std::fill(x, x + std::min(first, columns), 0.0f);
-    std::fill(x + std::max(last, 0), x + columns, 0.0f);
+    const auto clear = [&] {
+      std::fill(x, x + std::min(first, columns), 0.0f);
+      std::fill(x + std::max(last, 0), x + columns, 0.0f);
+    };
+    clear();
     Floats sums = Floats::zero();
     for (int i = 0; i < columns; i += kLanes) {
       const Floats weight = Floats::load(x + i);
       sums = sums + weight;
       (weight * Floats::all(tile.value_scale)).store(x + i);
     }
+    clear();  // a scale that is not finite says nothing of keys that are not seen
     alignas(64) float decay[kLanes] = {out.top[r] - shift};
     exp_lanes(decay);
     out.total[r] = out.total[r] * decay[0] + sum(sums);

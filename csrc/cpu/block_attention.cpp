@@ -16,8 +16,8 @@ void find_rows(const int64_t* positions, int count, Request::Span seen, int32_t*
 }
 
 template <class T>
-bool finite(T x) {
-  const float value = to_float(x);
+bool finite(T x, float scale) {
+  const float value = to_float(x) * scale;
   return value - value == 0;
 }
 
@@ -32,14 +32,14 @@ class Tainted {
         const auto* from = reinterpret_cast<const T*>(tile.value[i]);
         bool whole = true;
         for (int64_t d = 0; d < dim; ++d) {
-          whole &= finite(from[d]);
+          whole &= finite(from[d], tile.value_scale);
         }
         if (whole) {
           return;
         }
         auto* to = reinterpret_cast<T*>(copies + i * dim * bytes);
         for (int64_t d = 0; d < dim; ++d) {
-          to[d] = finite(from[d]) ? from[d] : T{};
+          to[d] = finite(from[d], tile.value_scale) ? from[d] : T{};
         }
         original_.push_back({i, tile.value[i]});
         tile.value[i] = reinterpret_cast<const char*>(to);
@@ -51,7 +51,7 @@ class Tainted {
     for (const auto& [i, row] : original_) {
       with_row_type(tile_.value_type, [&]<class T>(const T*) {
         for (int64_t d = 0; d < dim_; ++d) {
-          if (finite(reinterpret_cast<const T*>(row)[d])) {
+          if (finite(reinterpret_cast<const T*>(row)[d], tile_.value_scale)) {
             continue;
           }
           for (int r = 0; r < rows; ++r) {

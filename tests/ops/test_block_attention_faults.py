@@ -250,3 +250,32 @@ def test_row_175_empty_batch_and_no_slots() -> None:
     )
     assert got.out.shape == (0, 8, 2, 4) and got.lse.shape == (0, 8, 2)
     assert attend(inputs[0][:, :0], *inputs[1:]).out.shape == (4, 0, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000], ids=["nan", "full", "memset", "inf"])
+def test_a_scale_reaches_the_queries_that_see_the_cache(bits: int, dtype: torch.dtype) -> None:
+    # unset factors of a fresh request, and NaN of any bits, which rounding to 16 bits may not turn into a number
+    cache = torch.ones(2, 16, 1, 32).to(torch.float8_e4m3fn)
+    scale = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    one = torch.ones(1, 4, 1, 32, dtype=dtype)
+    table = torch.tensor([[0, 1]])
+
+    def run(history: int, **options: Any) -> torch.Tensor:
+        fixed = {"k_scale": torch.tensor(1.0), "v_scale": scale, "block_k": one, "block_v": one}
+        out: torch.Tensor = attend(one, cache, cache, table, torch.tensor([history]), **fixed, **options).out
+        return out[0, :, 0, 0]
+
+    assert run(0).tolist() == [1] * 4 and run(9, window=0).tolist() == [1] * 4
+    ragged = run(5, window=2, window_ref="query", block_causal=True)
+    assert ragged[1:].tolist() == [1] * 3 and not ragged[0].isfinite()
+    assert not run(5).isfinite().any() and not run(5, block_len=torch.tensor([0])).isfinite().any()
+
+
+def test_equal_rows_by_the_thousand_keep_their_value() -> None:
+    # one long chain of fp32 sums drifts
+    k = torch.zeros(200, 16, 1, 16)
+    v = torch.full((200, 16, 1, 16), 0.6)
+    table = torch.arange(200)[None]
+    got = attend(torch.zeros(1, 1, 1, 16), k, v, table, torch.tensor([3199]))
+    torch.testing.assert_close(got.out, torch.full_like(got.out, 0.6), rtol=8e-6, atol=0)

@@ -85,6 +85,12 @@ def _add_block(
     return top, total, acc
 
 
+@triton.jit
+def _times(acc, factor, top):
+    """`acc` in the values' scale; where nothing was seen a factor that is not finite changes nothing."""
+    return tl.where((top != NEG_INF)[:, None], acc * factor, acc)
+
+
 @triton.jit(do_not_specialize=_COUNTS)
 def block_attention_kernel(
     q_ptr, q_b, q_s, q_h,  # [B, S, Hq, D]
@@ -160,7 +166,7 @@ def block_attention_kernel(
         apart: tl.constexpr = v_factor is not None and block_k_ptr is not None
         if apart or begin >= base + FINE:
             if v_factor is not None and block_k_ptr is None:
-                acc = acc * v_factor
+                acc = _times(acc, v_factor, top)
             sum_top, sum_total, sum_acc = top, total, acc
             top = tl.full((M,), NEG_INF, kind)
             total = tl.zeros((M,), kind)
@@ -185,13 +191,13 @@ def block_attention_kernel(
         top, total, acc = add_tile(q, tile_k, tile_v, seen[None, :], top, total, acc, k_factor, SCALE, CAP, False)
         if (start + N - base) % FINE == 0:
             if v_factor is not None:
-                acc = acc * v_factor
+                acc = _times(acc, v_factor, top)
             sum_top, sum_total, sum_acc = merged(sum_top, sum_total, sum_acc, top, total, acc)
             top = tl.full((M,), NEG_INF, kind)
             total = tl.zeros((M,), kind)
             acc = tl.zeros((M, DP), kind)
     if v_factor is not None:
-        acc = acc * v_factor
+        acc = _times(acc, v_factor, top)
     sum_top, sum_total, sum_acc = merged(sum_top, sum_total, sum_acc, top, total, acc)
     alone = True if acc_ptr is None else ctx - base <= chunk
     if alone:

@@ -66,8 +66,8 @@ def _check(
         raise ValueError(f"window: is {window}, must be None (no limit) or at least 0")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale: is {scale}, must be finite")
-    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-        raise ValueError(f"soft_cap: is {soft_cap}, must be None (off) or finite and positive")
+    if soft_cap is not None and not 1e-30 <= soft_cap <= 1e30:
+        raise ValueError(f"soft_cap: is {soft_cap}, must be None (off) or between 1e-30 and 1e30")
     check_same_device(
         "q",
         q.device,

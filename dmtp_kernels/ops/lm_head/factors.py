@@ -20,7 +20,7 @@ def choose_factors(
         raise ValueError(
             "format 'low_rank' needs either calibration hidden states or trained factors, got "
             f"{'neither' if calibration is None else 'both'}: a plain SVD of the weight ignores where hidden states "
-            "lie and shortlists badly (recall@512 31 % at r = H/8 on a 49,152-row head; 93 % from hidden states)"
+            "lie and shortlists badly (recall@512 31 % at r = H/8 on a 49,152-row head; 89 % from hidden states)"
         )
     if factors is not None:
         if rank is not None:

@@ -127,7 +127,7 @@ def _grid(batch: int, rows: int, config: TailConfig) -> tuple[int, int]:
 def _options(config: TailConfig, args: PrepArgs, rows: int, hidden: int, embedding: int) -> dict[str, Any]:
     """Of a launch with so many matrix rows and such streams; 0 is no stream."""
     whole, scaled = config.whole(rows, hidden, embedding), args.embed_scale != 1.0
-    options = {"SCALED": scaled, "num_warps": config.warps} | config.constants(whole)
+    options = {"SCALED": scaled, "num_warps": config.warps, "num_stages": config.stages} | config.constants(whole)
     return options | config.options(whole, scaled, embedding > 0)
 
 
