@@ -117,7 +117,7 @@ def test_row_058_context_shorter_than_the_block() -> None:
     # https://github.com/flashinfer-ai/flashinfer/pull/3360: fewer keys than queries
     for total in range(1, 9):
         inputs, block = small(batch=1, dense_rows=8)
-        options = {"block_len": torch.tensor([total]), "window": 4096}
+        options: dict[str, Any] = {"block_len": torch.tensor([total]), "window": 4096}
         check(*inputs[:4], torch.tensor([0]), **block, **options)
         check(*inputs[:4], torch.tensor([0]), **block, **options, block_causal=True)
 

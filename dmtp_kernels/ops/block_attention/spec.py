@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._spec import Case, Spec, nbytes
+from dmtp_kernels.ops._spec import Case, Spec, Traffic, nbytes
 
 
 def _case(
@@ -135,3 +135,109 @@ SPEC = Spec(
 )
 
 SPECS = (SPEC,)
+
+
+def _batch(
+    heads: tuple[int, int],
+    dim: int,
+    lengths: tuple[int, ...],
+    *,
+    batch: int = 32,
+    page_size: int = 64,
+    table_rows: int,
+    window: int | None = None,
+    dense: int | None = None,
+    fp8: bool = False,
+) -> Any:
+    """`batch` requests of 8 slots, of which the first have these histories and the others none."""
+
+    def make(generator: torch.Generator) -> tuple[Any, ...]:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+        used = [-(-(n + 8) // page_size) for n in lengths] + [1] * (batch - len(lengths))
+        order = torch.randperm(sum(used), generator=generator).to(torch.int32)
+        table = torch.full((batch, -(-table_rows // page_size)), -1, dtype=torch.int32)
+        for row, ids in zip(table, order.split(used), strict=True):
+            row[: len(ids)] = ids
+        caches = [normal(sum(used), page_size, heads[1], dim) for _ in range(2)]
+        if fp8:
+            caches = [c.to(torch.float8_e4m3fn) for c in caches]
+        scales = (torch.tensor(0.5), torch.tensor(2.0)) if fp8 else (None, None)
+        block = (None, None) if dense is None else (normal(batch, dense, heads[1], dim) for _ in range(2))
+        ctx_len = torch.tensor([*lengths, *[0] * (batch - len(lengths))], dtype=torch.int32)
+        q = normal(batch, 8, heads[0], dim)
+        rest = (None, window, "anchor", window is None, None, None, *scales, None, None)
+        return (q, *caches, table, ctx_len, *block, *rest)
+
+    return make
+
+
+def _split_floors(chunk: int) -> dict[str, Any]:
+    """Of both launches, where a request of more than `chunk` rows has a partial sum for each `chunk` of them.
+
+    The second launch writes the outputs of those requests; the partial sums are in its floor, not in the first one's.
+    """
+
+    def outputs(*args: Any) -> int:
+        per_request = args[0][0]
+        return int((args[4] > chunk).sum()) * (nbytes(per_request) + 4 * per_request[..., 0].numel())
+
+    def attend(*args: Any) -> int:
+        return _floor_bytes(*args) - outputs(*args)
+
+    def combine(*args: Any) -> int:
+        per_request = args[0][0]
+        parts = sum(-(-n // chunk) for n in args[4].tolist() if n > chunk)
+        return outputs(*args) + parts * 4 * (per_request.numel() + 2 * per_request[..., 0].numel())
+
+    return {"block_attention_kernel": attend, "block_attention_combine_kernel": combine}
+
+
+def _traffic(name: str, why: str, make: Any, *, chunk: int | None = None, limit: float = 1.05) -> Traffic:
+    kernels = {"block_attention_kernel": _floor_bytes} if chunk is None else _split_floors(chunk)
+    # the cache of many such histories is larger than any L2 cache; all other tensors have their full size
+    full = (
+        "q_ptr table_ptr ctx_ptr valid_ptr length_ptr block_k_ptr block_v_ptr k_scale_ptr v_scale_ptr sink_ptr out_ptr "
+        "lse_ptr acc_ptr total_ptr top_ptr"
+    )
+    return Traffic("block_attention", Case(name, why, make), kernels, 64.0, tuple(full.split()), limit)
+
+
+TRAFFIC = (
+    _traffic(
+        "drafter_4_heads",
+        "32 requests with a window of 4,096 and a dense block: one launch",
+        _batch((32, 4), 128, (20_000, 4096), table_rows=20_480, window=4096, dense=8),
+    ),
+    _traffic(
+        "drafter_8_heads",
+        "pages of 16 rows, a window that starts in mid-page",
+        _batch((32, 8), 128, (5001,), page_size=16, table_rows=8192, window=4096, dense=8),
+    ),
+    _traffic(
+        "drafter_fp8",
+        "half the bytes a row",
+        _batch((32, 4), 128, (5001,), table_rows=8192, window=4096, dense=8, fp8=True),
+    ),
+    _traffic(
+        "mtp_16k",
+        "32 requests with long tables: partial sums of 4,096 rows each, written here and read by the second launch",
+        _batch((16, 2), 256, (16_376,), table_rows=32_768),
+        chunk=4096,
+    ),
+    _traffic(
+        "mtp_fp8_16k",
+        "partial sums of twice the rows; keys and values are asked for twice, by two programs of 32 query rows each",
+        _batch((16, 2), 256, (16_376,), table_rows=32_768, fp8=True),
+        chunk=8192,
+        limit=1.85,
+    ),
+    _traffic(
+        "mtp_4k_alone",
+        "one request: partial sums of 512 rows each, an eighth of its keys and values, to have programs for the device",
+        _batch((16, 2), 256, (4000,), batch=1, table_rows=8192),
+        chunk=512,
+        limit=1.15,
+    ),
+)
