@@ -29,7 +29,7 @@ __m512i bf16_pair(__m512 low, __m512 high) {
 }
 
 // The lines of the next tile of keys, fetched a few at a time while this one is worked on: all have been asked for
-// after steps of weight `total`. In bursts they would hold up the loads behind them.
+// after steps of weight `total`. Not in bursts, which hold up loads behind them (`Ahead` has a figure).
 class Lines {
  public:
   Lines(const KeyTile* tile, int64_t dim, int64_t total) : tile_(tile) {
