@@ -1,0 +1,6 @@
+#pragma once
+
+#include "capability.h"
+#include "dmtp/advance.h"
+
+DMTP_CPU_KERNEL(advance, Advance)
