@@ -25,9 +25,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_capability", &dmtp::set_capability, py::arg("name"), "Run at a lower instruction set, or back.");
   m.def("capabilities", &dmtp::capabilities, "Instruction sets this processor runs, lowest first.");
   m.def("parallel_parts", &parallel_parts, py::arg("n"), py::arg("grain"), "How n items are cut over the threads.");
+  dmtp::bind_accept(m);
   dmtp::bind_advance(m);
   dmtp::bind_block_attention(m);
   dmtp::bind_draft_pages(m);
   dmtp::bind_lm_head(m);
+  dmtp::bind_sample(m);
   dmtp::bind_t1_prep(m);
 }

@@ -10,6 +10,9 @@ import torch
 
 from dmtp_kernels.ops.accept import LENGTH, RUNNING, STOPPED, Acceptance, accept_prefix
 
+KERNEL_OPS = ("accept_prefix",)
+EVERY_CAPABILITY = True
+
 EOS = 99
 
 

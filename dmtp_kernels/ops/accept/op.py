@@ -106,7 +106,11 @@ ACCEPT_PREFIX = define_op(
     outs=_OUTS,
     shapes=_shapes_prefix,
     check=_check_prefix,
-    implementations={"reference": "dmtp_kernels.ops.accept.reference:accept_prefix"},
+    implementations={
+        "triton": "dmtp_kernels.ops.accept.launch:accept_prefix",
+        "cpu": "dmtp_kernels.ops.accept.cpu:accept_prefix",
+        "reference": "dmtp_kernels.ops.accept.reference:accept_prefix",
+    },
 )
 
 ACCEPT_REJECTION = define_op(

@@ -170,7 +170,8 @@ def _target_distribution(
     width = x.shape[1]
     per_row = [None if t is None else t.repeat_interleave(width) for t in (temperature, top_k, top_p)]
     assert per_row[0] is not None
-    mass = truncated(scaled(x.flatten(0, 1), per_row[0]), per_row[1], per_row[2]).exp()
+    rows = x.flatten(0, 1)
+    mass = truncated(scaled(rows, per_row[0]), rows, per_row[1], per_row[2]).exp()
     total = mass.sum(dim=1, keepdim=True)
     return (mass / torch.where(total > 0, total, 1.0)).view(x.shape)
 

@@ -25,30 +25,39 @@ def scaled(
     return torch.where(torch.isneginf(top), -torch.inf, weight)
 
 
+def mass_bits(width: int) -> int:
+    """Fractional bits of the integer masses that top-p adds up: the sum over `width` entries stays below 2^63."""
+    return min(52, 62 - (width - 1).bit_length())
+
+
 def truncated(
     weight: torch.Tensor,  # [n, V] float64
+    logits: torch.Tensor,  # [n, V] without NaN
     top_k: torch.Tensor | None,  # [n]
     top_p: torch.Tensor | None,  # [n]
 ) -> torch.Tensor:
     """`weight` with -inf outside each row's top-k and, of those, outside its top-p.
 
-    Entries are ranked by weight, equal ones by id. Top-k keeps the first k (k <= 0 or k >= V keeps all). Top-p keeps
-    the shortest prefix of what top-k left whose share of the mass reaches p, at least one entry (p >= 1 keeps all).
+    Entries are ranked by logit, equal ones by id. Top-k keeps the first k (k <= 0 or k >= V keeps all). Top-p keeps
+    the shortest prefix of what top-k left whose share of the mass reaches p, at least one entry (p >= 1 keeps all). A
+    mass is exp(weight) in integer units of 2^-mass_bits(V), so that sums are the same in any order.
     """
     if top_k is None and top_p is None:
         return weight
     width = weight.shape[1]
-    ranked, ids = torch.sort(weight, dim=1, descending=True, stable=True)
+    ids = torch.sort(logits, dim=1, descending=True, stable=True).indices
     rank = torch.arange(width, device=weight.device)
     keep = torch.ones_like(weight, dtype=torch.bool)
     if top_k is not None:
         k = top_k.long()[:, None]
         keep = (rank < k) | (k <= 0)
     if top_p is not None:
-        mass = torch.where(keep, ranked.exp(), 0.0)
+        mass = torch.where(keep, (weight.gather(1, ids).exp() * 2.0 ** mass_bits(width) + 0.5).long(), 0)
         before = mass.cumsum(dim=1) - mass
-        p = top_p.double()[:, None]
-        keep = keep & ((before < p * mass.sum(dim=1, keepdim=True)) | (rank == 0) | (p >= 1))
+        p = top_p.double().nan_to_num(nan=1.0).clamp(0.0, 1.0)[:, None]
+        total = mass.sum(dim=1, keepdim=True)
+        target = (p * total.double()).ceil().long().clamp(min=1)
+        keep = keep & ((before < target) | (p >= 1))
     return torch.where(torch.zeros_like(keep).scatter(1, ids, keep), weight, -torch.inf)
 
 

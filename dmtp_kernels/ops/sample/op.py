@@ -56,5 +56,9 @@ SAMPLE_ROWS = define_op(
     outs=("token", "status"),
     shapes=_shapes,
     check=_check,
-    implementations={"reference": "dmtp_kernels.ops.sample.reference:sample_rows"},
+    implementations={
+        "triton": "dmtp_kernels.ops.sample.launch:sample_rows",
+        "cpu": "dmtp_kernels.ops.sample.cpu:sample_rows",
+        "reference": "dmtp_kernels.ops.sample.reference:sample_rows",
+    },
 )

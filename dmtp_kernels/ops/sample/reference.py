@@ -30,7 +30,7 @@ def sample_rows(
         bad |= top_p.isnan() & ~greedy
 
     best = lowest_argmax(x)
-    weight = truncated(scaled(x, temperature), top_k, top_p)
+    weight = truncated(scaled(x, temperature), x, top_k, top_p)
     drawn = race(weight, philox.exponential(seed, position, stream, x.shape[1]))
     # several +inf entries are one certain answer, the lowest, as in the greedy case
     certain = greedy | torch.isposinf(x).any(dim=1)

@@ -1,0 +1,6 @@
+#pragma once
+
+#include "capability.h"
+#include "dmtp/accept.h"
+
+DMTP_CPU_KERNEL(accept_prefix, AcceptPrefix)
