@@ -41,7 +41,7 @@ def differences(launch: Launch, variant: Variant) -> list[str]:
             found.append(f"{name} is not in the variant")
         elif (kind := _kind(value)) not in (None, variant.signature[name]):
             found.append(f"{name} is {kind}")
-        elif name in variant.aligned and _address(value) % 16:
+        elif name in variant.aligned and any(_address(v) % 16 for v in _values(value)):
             found.append(f"{name} is not divisible by 16")
     return sorted(found)
 
@@ -53,8 +53,14 @@ def closest(launch: Launch, variants: Iterable[Variant]) -> tuple[str | None, li
     return min(compared)[1:] if compared else (None, [])
 
 
-def _kind(value: Any) -> str | None:
+def _values(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _kind(value: Any) -> str | tuple[str | None, ...] | None:
     """Type of a runtime argument as Triton spells it; None where the spelling is the kernel's choice."""
+    if isinstance(value, tuple):
+        return tuple(str(_kind(v)) for v in value)
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
     if isinstance(value, bool):

@@ -95,7 +95,7 @@ def compile_triton(variant: Variant, arch: int) -> tuple[str, str, int]:
         fn=kernel,
         signature={name: variant.signature.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in variant.constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned},
+        attrs={path: [["tt.divisibility", 16]] for name in variant.aligned for path in _paths(variant, name, names)},
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
     key = f"{triton.__version__} {source.hash()} {arch} {sorted(options.items())}"
@@ -112,13 +112,27 @@ def compile_triton(variant: Variant, arch: int) -> tuple[str, str, int]:
         return compiled.asm["ptx"], file.read(), compiled.metadata.shared
 
 
+def _paths(variant: Variant, name: str, names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Where Triton keeps the attributes of an argument, or of every value of a tuple."""
+    kind = variant.signature[name]
+    index = names.index(name)
+    return [(index,)] if isinstance(kind, str) else [(index, i) for i in range(len(kind))]
+
+
+def _parameters(variant: Variant, name: str) -> range:
+    """The PTX parameters of an argument: a tuple has one for each of its values."""
+    sizes = {n: 1 if isinstance(kind, str) else len(kind) for n, kind in variant.signature.items()}
+    start = sum(sizes[n] for n in list(sizes)[: list(sizes).index(name)])
+    return range(start, start + sizes[name])
+
+
 def usage(variant: Variant, arch: int) -> Usage:
     """Compile one variant and read its code."""
     ptx, log, shared = compile_triton(variant, arch)
     registers, spills = machine_code.ptxas_usage(log)
     loads = machine_code.global_loads(ptx)
-    parameters = list(variant.signature)
-    shares = {name: machine_code.widths(loads, parameters.index(name)) for name in variant.streams}
+    # of a tuple the first tensor stands for all: one instruction loads from whichever is picked
+    shares = {name: machine_code.widths(loads, _parameters(variant, name)[0]) for name in variant.streams}
     bits = min((machine_code.narrowest(s) for s in shares.values()), default=None)
     return Usage(variant.name, "triton", arch, registers, spills, shared, bits, shares)
 

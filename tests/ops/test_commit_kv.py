@@ -9,6 +9,7 @@ import torch
 
 from dmtp_kernels.ops.commit_kv import BAD_COUNT, commit_kv
 
+KERNEL_OPS = ("commit_kv",)
 R, HKV, D, H = 8, 2, 4, 6
 NAN = float("nan")
 

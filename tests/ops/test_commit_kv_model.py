@@ -8,58 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from dmtp_kernels.ops.commit_kv import BAD_COUNT, BAD_SLOT, commit_kv
+from dmtp_kernels.ops.commit_kv import BAD_OWNER, BAD_SLOT, commit_kv
+from tests.ops.commit_kv_oracle import model, same
+from tests.ops.conftest import INTERPRETED
 
+KERNEL_OPS = ("commit_kv",)
 R, HKV, D, H = 8, 2, 4, 6
 NAN = float("nan")
-
-
-def _model(
-    rows: torch.Tensor,
-    cache: torch.Tensor,
-    valid: list[int],
-    dst: torch.Tensor,
-    *,
-    pending: list[int] | None = None,
-    promote: list[int] | None = None,
-    scratch: torch.Tensor | None = None,
-    live: list[bool] | None = None,
-    first_slot: int = 0,
-) -> tuple[torch.Tensor, list[int]]:
-    """One cache after the commit and the error bits, slot by slot in plain Python."""
-    before = {slot: cache[slot].clone() for slot in range(len(cache))}
-    after = dict(before)
-    errors = [0] * len(valid)
-    writes: list[tuple[int, int, torch.Tensor]] = []
-    counts = []
-    for b, count in enumerate(valid):
-        if live is not None and not live[b]:
-            counts.append(0)
-            continue
-        if not 0 <= count <= rows.shape[1]:
-            errors[b] |= BAD_COUNT
-        counts.append(min(max(count, 0), rows.shape[1]))
-        if counts[b] and pending is not None and promote is not None and first_slot <= pending[b] < len(cache):
-            writes.append((b, promote[b], before[pending[b]]))
-    for b, count in enumerate(counts):
-        for j in range(rows.shape[1] if count else 0):
-            if j == count - 1 and pending is not None:
-                slot = pending[b]
-            elif j < count:
-                slot = int(dst[b, j])
-            else:
-                slot = -1 if scratch is None else int(scratch[b, j])
-            writes.append((b, slot, rows[b, j].clone()))
-    for b, slot, value in writes:
-        if slot >= len(cache):
-            errors[b] |= BAD_SLOT
-        elif slot >= first_slot:
-            after[slot] = value.to(cache.dtype)
-    return torch.stack([after[slot] for slot in range(len(cache))]), errors
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(nan=12345.0), b.nan_to_num(nan=12345.0))
 
 
 def _rows(batch: int, seed: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -71,31 +26,76 @@ def test_row_103_the_last_row_wins_a_shared_slot() -> None:
     dst = torch.arange(24).view(3, 8)
     dst[0, 5] = dst[0, 2] = 30  # inside one request
     dst[2, 0] = dst[1, 1]  # between requests
-    want, _ = _model(rows, torch.zeros(32, HKV, D), [8, 8, 8], dst)
+    want, _ = model(rows, torch.zeros(32, HKV, D), [8, 8, 8], dst)
     assert torch.equal(want[30], rows[0, 5]) and torch.equal(want[9], rows[2, 0])
-    for _ in range(200):
+    for _ in range(10 if INTERPRETED else 1000):
         cache = torch.zeros(32, HKV, D)
         commit_kv([rows], [rows], [cache], [cache.clone()], torch.tensor([8, 8, 8]), dst)
         assert torch.equal(cache, want)
 
 
-def test_promoted_rows_lose_against_the_rounds_rows_and_read_the_old_cache() -> None:
-    # request 0 promotes into the slot where request 1's pending row lives: 1's old row is read first, its new one stays
+def test_promoted_rows_lose_against_the_rounds_rows() -> None:
+    # request 0 promotes into the slot that request 1's first row goes to
     rows = _rows(2)
     cache = torch.arange(10.0)[:, None, None].expand(10, HKV, D).clone()
-    pending, promote = torch.tensor([2, 5]), torch.tensor([5, 7])
-    commit_kv(
+    error = commit_kv(
         [rows],
         [rows],
         [cache],
         [cache.clone()],
-        torch.tensor([1, 1]),
-        torch.full((2, R), 9),
-        pending_slot=pending,
-        promote_dst=promote,
+        torch.tensor([1, 2]),
+        torch.tensor([[9] * R, [6] * R]),
+        pending_slot=torch.tensor([2, 5]),
+        promote_dst=torch.tensor([6, 7]),
     )
-    assert torch.equal(cache[2], rows[0, 0]) and torch.equal(cache[5], rows[1, 0])
-    assert cache[7].eq(5).all() and cache[9].eq(9).all()
+    assert error.tolist() == [0, 0]
+    assert torch.equal(cache[2], rows[0, 0]) and torch.equal(cache[5], rows[1, 1])
+    assert torch.equal(cache[6], rows[1, 0]) and cache[7].eq(5).all() and cache[9].eq(9).all()
+
+
+@pytest.mark.parametrize("by", ["promotion", "row", "pending"])
+def test_a_pending_slot_that_another_request_writes_is_not_promoted(by: str) -> None:
+    # request 1's pending row sits in slot 5
+    rows = _rows(2)
+    cache = torch.arange(10.0)[:, None, None].expand(10, HKV, D).clone()
+    dst = torch.tensor([[9] * R, [8] * R])
+    if by == "row":
+        dst[0, 0] = 5
+    error = commit_kv(
+        [rows],
+        [rows],
+        [cache],
+        [cache.clone()],
+        torch.tensor([2, 1]),
+        dst,
+        pending_slot=torch.tensor([5 if by == "pending" else 2, 5]),
+        promote_dst=torch.tensor([5 if by == "promotion" else 3, 7]),
+    )
+    # two requests that share a pending slot both lose its row
+    assert error.tolist() == [BAD_OWNER if by == "pending" else 0, BAD_OWNER]
+    assert cache[7].eq(7).all() and torch.equal(cache[5], rows[1, 0])
+    assert cache[3].eq(2 if by == "row" else 3).all()
+
+
+def test_padded_requests_may_share_a_sink() -> None:
+    # slot 0 in every place of requests 1 and 2: promoting it onto itself is no promotion
+    rows, cache = _rows(3), torch.zeros(30, HKV, D)
+    dst = torch.zeros(3, R, dtype=torch.int64)
+    dst[0] = torch.arange(1, R + 1)
+    error = commit_kv(
+        [rows],
+        [rows],
+        [cache],
+        [cache.clone()],
+        torch.tensor([2, 1, 1]),
+        dst,
+        pending_slot=torch.tensor([20, 0, 0]),
+        promote_dst=torch.tensor([21, 0, 0]),
+        scratch_dst=torch.zeros(3, R, dtype=torch.int64),
+    )
+    assert error.tolist() == [0, 0, 0]
+    assert torch.equal(cache[1], rows[0, 0]) and torch.equal(cache[20], rows[0, 1])
+    assert torch.equal(cache[0], rows[2, R - 1])
 
 
 def test_rows_may_live_in_the_caches_own_scratch() -> None:
@@ -110,7 +110,7 @@ def test_rows_may_live_in_the_caches_own_scratch() -> None:
         "scratch_dst": scratch,
     }
     valid, dst = torch.tensor([4]), torch.arange(1, 9)[None]
-    want, _ = _model(copy, cache, [4], dst, pending=[9], promote=[0], scratch=scratch)
+    want, _ = model(copy, cache, [4], dst, pending=[9], promote=[0], scratch=scratch)
     commit_kv([rows], [copy], [cache], [cache.clone()], valid, dst, **arguments)
     assert torch.equal(cache, want)
 
@@ -142,21 +142,21 @@ def test_random_commits_equal_the_dictionary_model(seed: int) -> None:
     pending, promote = (torch.tensor(rng.integers(-2, slots + 2, batch), dtype=index) for _ in range(2))
     live = torch.tensor(rng.random(batch) < 0.8)
     kwargs: dict[str, Any] = {"first_slot": first_slot}
-    model: dict[str, Any] = {"first_slot": first_slot}
+    expected: dict[str, Any] = {"first_slot": first_slot}
     if rng.random() < 0.7:
         kwargs |= {"pending_slot": pending, "promote_dst": promote}
-        model |= {"pending": pending.tolist(), "promote": promote.tolist()}
+        expected |= {"pending": pending.tolist(), "promote": promote.tolist()}
     if rng.random() < 0.7:
-        kwargs["scratch_dst"] = model["scratch"] = scratch
+        kwargs["scratch_dst"] = expected["scratch"] = scratch
     if rng.random() < 0.7:
-        kwargs["live"], model["live"] = live, live.tolist()
+        kwargs["live"], expected["live"] = live, live.tolist()
     want = [
-        [_model(r, c, valid.tolist(), dst, **model) for r, c in zip(*kind, strict=True)]
+        [model(r, c, valid.tolist(), dst, **expected) for r, c in zip(*kind, strict=True)]
         for kind in zip(layers, caches, strict=True)
     ]
     error = commit_kv(layers[0], layers[1], caches[0], caches[1], valid, dst, **kwargs)
-    for kind, expected in zip(caches, want, strict=True):
-        for cache, (after, errors) in zip(kind, expected, strict=True):
+    for kind, wanted in zip(caches, want, strict=True):
+        for cache, (after, errors) in zip(kind, wanted, strict=True):
             assert torch.equal(cache, after)
             assert error.tolist() == errors
 
@@ -171,7 +171,7 @@ def test_paged_caches_of_any_strides_equal_flat_ones() -> None:
     valid, dst = torch.tensor([5, 3]), torch.randperm(20)[:16].view(2, 8)
     commit_kv([rows], [-rows], [k], [v], valid, dst)
     commit_kv([rows], [-rows], [flat_k], [flat_v], valid, dst)
-    assert _same(k.reshape(20, HKV, D), flat_k) and _same(v.reshape(20, HKV, D), flat_v)
+    assert same(k.reshape(20, HKV, D), flat_k) and same(v.reshape(20, HKV, D), flat_v)
 
 
 def test_addresses_need_64_bits() -> None:

@@ -8,8 +8,9 @@ import torch
 
 from dmtp_kernels.ops.commit_kv.op import COMMIT_KV
 
-BAD_COUNT, BAD_SLOT = 1, 2
-"""Bits of the returned error: a count outside 0..R was clamped; a slot beyond the cache was skipped."""
+BAD_COUNT, BAD_SLOT, BAD_OWNER, BAD_POSITION = 1, 2, 4, 8
+"""Bits of the returned error: a count outside 0..R was clamped; a slot beyond the cache was skipped; another request
+writes the pending slot, so it was not promoted; a position outside the rotary table was clamped."""
 
 
 def commit_kv(
@@ -28,6 +29,13 @@ def commit_kv(
     lengths: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
     first_slot: int = 0,
+    k_scale: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    v_scale: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    k_norm: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    k_norm_eps: float = 1e-6,
+    k_norm_offset: float = 0.0,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Commit the valid rows of a round to the caches of all layers, in place.
 
@@ -38,11 +46,11 @@ def commit_kv(
 
     Args:
         rows_k, rows_v: per layer `[B, R, Hkv, Dk]` and `[B, R, Hkv, Dv]`. They may be views of the same request's rows
-            in the same cache (its scratch): all reads of a layer come before its writes. Another float dtype than the
-            cache's is rounded to it.
+            in the same cache (its scratch) where R <= 32: all reads of a request come before its writes. Another float
+            dtype than the cache's is rounded to it.
         k_caches, v_caches: per layer `[num_slots, Hkv, D]`, or `[num_pages, page_size, Hkv, D]` with slot = page *
-            page_size + offset. Mutated. Any strides with the last dimension contiguous, like every tensor here;
-            `[B]` vectors may have any stride.
+            page_size + offset; of a float dtype, float8_e4m3fn or float8_e5m2. Mutated. Any strides with the last
+            dimension contiguous, like every tensor here; `[B]` vectors may have any stride.
         valid: `[B]` int32/int64, rows of this round that are true (accepted plus correction or bonus).
         dst: `[B, R]` int32/int64 history slots.
         pending_slot, promote_dst: `[B]` int32/int64, given together.
@@ -51,13 +59,24 @@ def commit_kv(
         lengths: `[B]` int32/int64, mutated.
         live: `[B]` bool.
         first_slot: slots below it are never written nor promoted from (an engine's null slot or null page).
+        k_scale, v_scale: fp32 `[]`, `[1]`, `[Hkv]` or `[B, Hkv]`, one for all layers or one a layer; a cached value
+            times its scale is the true one, as in `block_attention`. Needed by fp8 caches. Rows are divided by them,
+            saturated to the format's largest number and rounded to nearest even; a NaN stays one.
+        k_norm, k_norm_eps, k_norm_offset: weight `[Dk]`, one for all layers or one a layer, of an RMSNorm that K rows
+            get over each head: `x / sqrt(mean(x^2) + eps) * (offset + k_norm)`.
+        cos_sin, positions: `[M, rotary_dim]`, cosines in the first half of a row and sines in the second, and `[B, R]`
+            int32/int64: K rows (after their norm) are rotated in their first `rotary_dim` elements, halves convention.
+            What norm and rotation make is computed in fp32 and rounded once.
 
     A slot below `first_slot` (any negative one) skips that one copy. When two rows go to one slot the later one wins:
-    all promoted rows come first, then the rows by request and row number.
+    all promoted rows come first, then the rows by request and row number. A pending slot that another request writes in
+    the same call is not promoted.
 
     Returns:
         `[B]` int32 error bits: 1, `valid[b]` was outside 0..R; 2, a slot that request b uses is >= num_slots and its
-        copy was skipped. Slots that the request does not use are never looked at. A dead request reports 0.
+        copy was skipped; 4, its pending row was not promoted because another request writes that slot; 8, the position
+        of a row that is placed lies outside the table and was clamped. Slots and positions that the request does not
+        use are never looked at. A dead request reports 0.
 
     Raises:
         ValueError, TypeError: a shape, dtype, stride or device is wrong; the message names the argument.
@@ -79,4 +98,17 @@ def commit_kv(
         lengths=lengths,
         live=live,
         first_slot=first_slot,
+        k_scale=_each(k_scale),
+        v_scale=_each(v_scale),
+        k_norm=_each(k_norm),
+        k_norm_eps=k_norm_eps,
+        k_norm_offset=k_norm_offset,
+        cos_sin=cos_sin,
+        positions=positions,
     )
+
+
+def _each(tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    return None if tensors is None else list(tensors)

@@ -9,6 +9,7 @@ import torch
 from dmtp_kernels._library import Shape, define_op
 from dmtp_kernels.ops._checks import FLOAT_DTYPES, INDEX_DTYPES, check_range, check_same_device, check_tensor
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLAT = ("num_slots", "Hkv")
 _PAGED = ("num_pages", "page_size", "Hkv")
 
@@ -33,9 +34,61 @@ def _check_layers(
             raise ValueError(
                 f"{kind}_caches[{layer}]: has {cache.dim()} dimensions, must be {caches[0].dim()} like layer 0"
             )
-    for name, tensor in ((f"rows_{kind}", rows[0]), (f"{kind}_caches", caches[0])):
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
+    for name, tensor, dtypes in (
+        (f"rows_{kind}", rows[0], FLOAT_DTYPES),
+        (f"{kind}_caches", caches[0], (*FLOAT_DTYPES, *FP8_DTYPES)),
+    ):
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(map(str, dtypes))}")
+
+
+def _check_scales(
+    name: str, scales: Sequence[torch.Tensor] | None, cache: torch.Tensor, layers: int, sizes: dict[str, int]
+) -> None:
+    if scales is None:
+        if cache.dtype in FP8_DTYPES:
+            raise ValueError(f"{name}: is None, must be given for caches of {cache.dtype}")
+        return
+    _check_count(name, scales, layers)
+    batch, heads = sizes["B"], sizes["Hkv"]
+    for layer, scale in enumerate(scales):
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name}[{layer}]: dtype is {scale.dtype}, must be torch.float32")
+        if tuple(scale.shape) not in ((), (1,), (heads,), (batch, heads)):
+            raise ValueError(
+                f"{name}[{layer}]: shape is {tuple(scale.shape)}, must be [], [1], [{heads}] or [{batch}, {heads}]"
+            )
+
+
+def _check_count(name: str, tensors: Sequence[torch.Tensor], layers: int) -> None:
+    if len(tensors) not in (1, layers):
+        raise ValueError(f"{name}: has {len(tensors)} tensors, must be 1 or the {layers} of rows_k")
+
+
+def _check_transform(
+    k_norm: Sequence[torch.Tensor] | None,
+    k_norm_eps: float,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    layers: int,
+    sizes: dict[str, int],
+) -> None:
+    if k_norm is not None:
+        _check_count("k_norm", k_norm, layers)
+        for layer, weight in enumerate(k_norm):
+            check_tensor(f"k_norm[{layer}]", weight, ["Dk"], [k_norm[0].dtype], sizes)
+        if k_norm[0].dtype not in FLOAT_DTYPES:
+            raise TypeError(f"k_norm: dtype is {k_norm[0].dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
+        check_range("k_norm_eps", k_norm_eps, 0)
+    if cos_sin is not None and positions is not None:
+        check_tensor("cos_sin", cos_sin, ["M", "rotary_dim"], FLOAT_DTYPES, sizes)
+        check_tensor("positions", positions, ["B", "R"], INDEX_DTYPES, sizes)
+        if sizes["M"] < 1:
+            raise ValueError("cos_sin: has no rows, must have at least 1")
+        if sizes["rotary_dim"] % 2 or sizes["rotary_dim"] > sizes["Dk"]:
+            raise ValueError(
+                f"cos_sin: dimension 1 (rotary_dim) is {sizes['rotary_dim']}, must be even and at most {sizes['Dk']}"
+            )
 
 
 def _check(
@@ -53,6 +106,13 @@ def _check(
     lengths: torch.Tensor | None,
     live: torch.Tensor | None,
     first_slot: int,
+    k_scale: Sequence[torch.Tensor] | None,
+    v_scale: Sequence[torch.Tensor] | None,
+    k_norm: Sequence[torch.Tensor] | None,
+    k_norm_eps: float,
+    k_norm_offset: float,
+    cos_sin: torch.Tensor | None,
+    positions: torch.Tensor | None,
 ) -> None:
     sizes: dict[str, int] = {}
     check_tensor("valid", valid, ["B"], INDEX_DTYPES, sizes, last_contiguous=False)
@@ -67,6 +127,7 @@ def _check(
     for one, other, a, b in (
         ("pending_slot", "promote_dst", pending_slot, promote_dst),
         ("hidden", "next_hidden", hidden, next_hidden),
+        ("cos_sin", "positions", cos_sin, positions),
     ):
         if (a is None) != (b is None):
             missing, given = (one, other) if a is None else (other, one)
@@ -87,7 +148,13 @@ def _check(
             check_tensor(name, tensor, shape, dtypes, sizes, last_contiguous=len(shape) > 1)
             named[name] = tensor
     check_range("first_slot", first_slot, 0)
-    for label, tensors in (("rows_k", rows_k), ("rows_v", rows_v), ("k_caches", k_caches), ("v_caches", v_caches)):
+    _check_scales("k_scale", k_scale, k_caches[0], len(rows_k), sizes)
+    _check_scales("v_scale", v_scale, v_caches[0], len(rows_k), sizes)
+    _check_transform(k_norm, k_norm_eps, cos_sin, positions, len(rows_k), sizes)
+    named |= {"cos_sin": cos_sin, "positions": positions}
+    lists = {"rows_k": rows_k, "rows_v": rows_v, "k_caches": k_caches, "v_caches": v_caches}
+    lists |= {"k_scale": k_scale or (), "v_scale": v_scale or (), "k_norm": k_norm or ()}
+    for label, tensors in lists.items():
         named |= {f"{label}[{layer}]": tensor for layer, tensor in enumerate(tensors)}
     check_same_device("valid", valid.device, dst=dst, **named)
 
@@ -103,10 +170,16 @@ COMMIT_KV = define_op(
     args=(
         "Tensor[] rows_k, Tensor[] rows_v, Tensor(w!)[] k_caches, Tensor(x!)[] v_caches, Tensor valid, Tensor dst, *, "
         "Tensor? pending_slot=None, Tensor? promote_dst=None, Tensor? scratch_dst=None, Tensor? hidden=None, "
-        "Tensor(y!)? next_hidden=None, Tensor(z!)? lengths=None, Tensor? live=None, int first_slot=0"
+        "Tensor(y!)? next_hidden=None, Tensor(z!)? lengths=None, Tensor? live=None, int first_slot=0, "
+        "Tensor[]? k_scale=None, Tensor[]? v_scale=None, Tensor[]? k_norm=None, float k_norm_eps=1e-06, "
+        "float k_norm_offset=0.0, Tensor? cos_sin=None, Tensor? positions=None"
     ),
     outs=("error",),
     shapes=_shapes,
     check=_check,
-    implementations={"reference": "dmtp_kernels.ops.commit_kv.reference:commit_kv"},
+    implementations={
+        "reference": "dmtp_kernels.ops.commit_kv.reference:commit_kv",
+        "cpu": "dmtp_kernels.ops.commit_kv.cpu:commit_kv",
+        "triton": "dmtp_kernels.ops.commit_kv.launch:commit_kv",
+    },
 )
