@@ -29,7 +29,7 @@ class AttentionConfig:
     """Context rows merged in order, in one program or by the combine kernel, before these sums are."""
     warps: int
     stages: int
-    combine_rows: int = 4
+    combine_rows: int = 2
     """Query rows of one program of the combine kernel."""
 
     def split(
@@ -61,7 +61,7 @@ _COARSE = 4096
 
 
 def attention_config(
-    query_rows: int, block_rows: int, dim: int, q_bytes: int, row_bytes: int, interpreted: bool
+    query_rows: int, block_rows: int, dim: int, q_bytes: int, row_bytes: int, by_query: bool, interpreted: bool
 ) -> AttentionConfig:
     """The knobs for S * group query rows, and K and V rows of `row_bytes` together."""
     if interpreted:
@@ -70,7 +70,12 @@ def attention_config(
     narrow = q_bytes > 2 or (wide > 128 and row_bytes < 2 * dim * q_bytes)
     # two accumulators of a program must fit the registers; what fp8 rows are converted to takes some of them
     rows = min(_power(query_rows), 32 if narrow else 64 if wide > 128 else 128)
-    keys, stages = (32, 3) if narrow or wide > 128 else (64, 3)
+    # wider tiles spilled: 24 to 64 bytes of narrow ones at D > 128, 260 of 128 query rows on sm_80, 248 where masks
+    # differ by query on sm_100
+    if narrow or wide > 128:
+        keys, stages = (16 if narrow and wide > 128 else 32), 3
+    else:
+        keys, stages = (32, 4) if by_query or rows > 64 else (64, 3)
     warps = 8 if rows * wide >= 32 * 256 else 4
     # partials are written and read in fp32: about 3 % of the keys and values
     coarse = _power(-(-8 * query_rows * dim * 30 // row_bytes))
@@ -116,11 +121,12 @@ def _variants(
     page: int = 64,
     causal: bool = False,
     by_query: bool = False,
+    cap: float | None = None,
 ) -> tuple[Variant, ...]:
     """The launches of one shape; `absent` names the arguments that are None."""
     rows = slots if block_rows is None else block_rows
     size = 4 if dtype == "fp32" else 2
-    config = attention_config(slots * group, rows, dim, size, 2 * dim * (1 if fp8 else size), False)
+    config = attention_config(slots * group, rows, dim, size, 2 * dim * (1 if fp8 else size), by_query, False)
     missing: dict[str, Any] = dict.fromkeys(absent.split())
     types = _TYPES | dict.fromkeys(("k_ptr", "v_ptr"), "*u8" if fp8 else f"*{dtype}")
     common = {
@@ -147,7 +153,8 @@ def _variants(
     attend = variant(
         "", _ATTEND, missing, config.warps, config.stages, P=page, M=config.rows, N=config.keys, NB=config.block_keys,
         FINE=config.fine, STAGES=config.stages, ONE_PAGE="window" in missing and page % config.keys == 0,
-        CAUSAL=causal, SCALE=dim**-0.5 * LOG2E, CAP=None, FP8_K=fp8, FP8_V=fp8,
+        CAUSAL=causal, SCALE=dim**-0.5 * LOG2E if cap is None else dim**-0.5 / cap,
+        CAP=None if cap is None else cap * LOG2E, FP8_K=fp8, FP8_V=fp8,
     )  # fmt: skip
     if _PARTS in absent:
         return (attend,)
@@ -160,15 +167,25 @@ def _variants(
 
 
 def variants() -> tuple[Variant, ...]:
-    """The shapes of the source's models (MTP: 16 query and 2 kv heads of 256; drafter: 32 and 4 or 8 of 128)."""
+    """The shapes of the source's models (MTP: 16 query and 2 kv heads of 256; drafter: 32 and 4 or 8 of 128), then
+    others' options, types, groups and head sizes."""
     plain = f"valid_ptr length_ptr sink_ptr {_SCALES}"
     scaled = "valid_ptr length_ptr sink_ptr"
     return (
         *_variants("mtp", 8, 8, 256, f"{plain} {_BLOCK} window", causal=True),
         *_variants("mtp_pending", 8, 8, 256, f"{plain} {_PARTS} window", causal=True, block_rows=9, page=16),
-        *_variants("mtp_fp8", 8, 8, 256, f"{scaled} {_BLOCK} {_PARTS} window", causal=True, fp8="e4m3"),
+        *_variants("mtp_fp8", 8, 8, 256, f"{scaled} {_BLOCK} window", causal=True, fp8="e4m3"),
+        *_variants("target", 8, 8, 256, f"{plain} window", causal=True, block_rows=8),
         *_variants("drafter4", 8, 8, 128, f"{plain} {_PARTS}", block_rows=8),
         *_variants("drafter8", 8, 4, 128, f"{plain} {_PARTS}", block_rows=8, page=16),
         *_variants("drafter4_fp8", 8, 8, 128, f"{scaled} {_PARTS}", block_rows=8, fp8="e4m3"),
         *_variants("drafter4_query", 8, 8, 128, f"{plain} {_PARTS}", block_rows=8, by_query=True),
+        *_variants("drafter4_pages", 8, 8, 128, f"length_ptr sink_ptr {_SCALES} {_PARTS} window", block_rows=8),
+        *_variants("options", 8, 8, 64, f"{_SCALES} {_PARTS}", block_rows=8, causal=True, page=16, cap=30.0),
+        *_variants("e5m2", 8, 5, 192, f"{scaled} {_BLOCK} {_PARTS} window", causal=True, fp8="e5m2"),
+        *_variants("group12", 8, 12, 128, f"{plain} {_BLOCK} {_PARTS} window", causal=True, dtype="fp16"),
+        *_variants("group24", 8, 24, 96, f"{plain} {_BLOCK} {_PARTS} window", causal=True),
+        *_variants("group3", 8, 3, 80, f"{plain} {_BLOCK} {_PARTS} window", causal=True, page=16),
+        *_variants("fp32", 8, 6, 48, f"{plain} {_BLOCK} {_PARTS} window", causal=True, dtype="fp32"),
+        *_variants("fp32_256", 8, 8, 256, f"{plain} {_BLOCK} {_PARTS} window", causal=True, dtype="fp32"),
     )

@@ -200,6 +200,10 @@ def block_attention_kernel(
         acc = _times(acc, v_factor, top)
     sum_top, sum_total, sum_acc = merged(sum_top, sum_total, sum_acc, top, total, acc)
     alone = True if acc_ptr is None else ctx - base <= chunk
+    # the same rows once more: what the compiler could share with the load of q would stay in registers all the way (72
+    # bytes spilled on sm_80); it cannot tell that there are fewer than 2 ** 30 splits
+    row = (tile + (splits >> 30)) * M + tl.arange(0, M)
+    live = row < slots * GROUP
     if alone:
         finish(
             sum_top, sum_total, sum_acc, live, row, d, b, head, sink_ptr, out_ptr, out_b, out_s, out_h, out_d,

@@ -60,6 +60,16 @@ def add_tile(
     q, k, v, seen, top, total, acc, factor, SCALE: tl.constexpr, CAP: tl.constexpr, RAGGED: tl.constexpr
 ):  # [M, D], [N, D] x2, [M or 1, N], [M] x2, [M, D]
     """The state after one tile of keys; rows that no query sees are zero in k and v. RAGGED: masks differ by query."""
+    if RAGGED:
+        # 0 * NaN must not reach the queries that do not see the row
+        bad = tl.where(tl.abs(v.to(acc.dtype)) < float("inf"), 0, 1)
+        lane = tl.arange(0, v.shape[0])
+        # rare; key by key and before the products it takes few registers, and a sum that is NaN stays so
+        for i in range(0, tl.max(tl.max(bad, axis=1) * (lane + 1), axis=0)):
+            sees = tl.max(tl.where(lane[None, :] == i, seen.to(tl.int32), 0), axis=1)
+            taints = tl.max(tl.where(lane[:, None] == i, bad, 0), axis=0)
+            acc = tl.where((sees[:, None] * taints[None, :]) > 0, float("nan"), acc)
+        v = tl.where(bad == 0, v, 0.0)
     score = tl.dot(q, tl.trans(k), out_dtype=acc.dtype, input_precision="ieee")
     if factor is not None:
         score = score * factor
@@ -73,20 +83,7 @@ def add_tile(
     decay = tl.exp2(top - shift)
     total = total * decay + tl.sum(weight, axis=1)
     acc = acc * decay[:, None]
-    if RAGGED:
-        # 0 * NaN must not reach the queries that do not see the row
-        finite = tl.abs(v.to(acc.dtype)) < float("inf")
-        acc = tl.dot(weight.to(v.dtype), tl.where(finite, v, 0.0), acc, out_dtype=acc.dtype, input_precision="ieee")
-        bad = tl.where(finite, 0, 1)
-        if tl.max(tl.max(bad, axis=1), axis=0) > 0:
-            # rare; key by key takes no second accumulator
-            lane = tl.arange(0, v.shape[0])
-            for i in range(v.shape[0]):
-                sees = tl.max(tl.where(lane[None, :] == i, seen.to(tl.int32), 0), axis=1)
-                taints = tl.max(tl.where(lane[:, None] == i, bad, 0), axis=0)
-                acc = tl.where((sees[:, None] * taints[None, :]) > 0, float("nan"), acc)
-    else:
-        acc = tl.dot(weight.to(v.dtype), v, acc, out_dtype=acc.dtype, input_precision="ieee")
+    acc = tl.dot(weight.to(v.dtype), v, acc, out_dtype=acc.dtype, input_precision="ieee")
     return new, total, acc
 
 

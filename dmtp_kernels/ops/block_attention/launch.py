@@ -53,8 +53,9 @@ def block_attention(
     by_query = window is not None and window_ref == "query"
     span = capacity if window is None else min(capacity, window)
     config = attention_config(
-        slots * group, rows, dim, q.element_size(), dim * (k_cache.element_size() + v_cache.element_size()), not count
-    )
+        slots * group, rows, dim, q.element_size(), dim * (k_cache.element_size() + v_cache.element_size()), by_query,
+        not count,
+    )  # fmt: skip
     ragged = slots - 1 if by_query else 0
     chunk = config.split(batch, heads, slots * group, ragged, span, count, dim * lse.element_size())
     splits = max(1, -(-span // chunk))
