@@ -19,8 +19,7 @@ from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, read_record, run_method
 from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
-from dmtp_kernels.decode.stack import get_method
-from dmtp_kernels.decode.state import MAX_ROWS
+from dmtp_kernels.decode.stack import MAX_ROWS, get_method
 from dmtp_kernels.models.checkpoint import EMBEDDED, Checkpoint, load_checkpoint
 from dmtp_kernels.models.presets import EOS
 from dmtp_kernels.training.data import held_out_prompts

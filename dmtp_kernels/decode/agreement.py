@@ -51,6 +51,7 @@ def _agree(checkpoint: Checkpoint, method: Method, texts: Sequence[Completion]) 
         engine.submit(completion.request)
     engine.admit()
     state = engine.state.rows(0, len(texts))
+    state.num_candidates.fill_(0)  # decode one token a round
     hits, count = torch.zeros(width, dtype=torch.int64), 0
     for step in range(choice.shape[1] - width):
         draft = propose(engine.stack, state)
@@ -58,5 +59,5 @@ def _agree(checkpoint: Checkpoint, method: Method, texts: Sequence[Completion]) 
         matches = draft.candidates[:, 1 : width + 1] == choice[:, step + 1 : step + width + 1]
         hits += (matches & live[:, None]).sum(dim=0)
         count += int(live.sum())
-        finish_round(engine.stack, state, draft, limit=0)
+        finish_round(engine.stack, state)
     return hits, count

@@ -12,9 +12,9 @@ from dmtp_kernels.decode.caches import PagedCache, pages_for
 from dmtp_kernels.decode.method import Method
 from dmtp_kernels.decode.prefill import prefill
 from dmtp_kernels.decode.request import Completion, Event, FinishReason, Request
-from dmtp_kernels.decode.round import RoundResult, decode_round
-from dmtp_kernels.decode.stack import Stack, build_stack, get_method
-from dmtp_kernels.decode.state import MAX_ROWS, MAX_STOP_IDS, BatchState
+from dmtp_kernels.decode.round import RoundResult, decode_round, refresh
+from dmtp_kernels.decode.stack import MAX_ROWS, Stack, build_stack, get_method
+from dmtp_kernels.decode.state import MAX_STOP_IDS, BatchState
 from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.ops.accept import LENGTH, STOPPED, Acceptance
 
@@ -67,6 +67,7 @@ class Engine:
         num_pages: int | None = None,
         page_size: int = 16,
         prefill_chunk: int = 64,
+        verification: str = "target",
     ) -> None:
         self.method = get_method(method) if isinstance(method, str) else method
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("prefill_chunk", prefill_chunk)):
@@ -80,10 +81,18 @@ class Engine:
         if num_pages is None:
             num_pages = max_batch * max_pages
         self.max_batch, self.max_tokens, self.prefill_chunk = max_batch, max_tokens, prefill_chunk
-        self.stack = build_stack(checkpoint, self.method, num_pages=num_pages, page_size=page_size, max_batch=max_batch)
-        weight = self.stack.target.embed_tokens.weight
-        self.device = weight.device
-        self.state = BatchState.create(max_batch, max_pages, weight.shape[1], weight.dtype, weight.device)
+        self.stack = build_stack(
+            checkpoint,
+            self.method,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_batch=max_batch,
+            verification=verification,
+        )
+        self.device = self.stack.target.embed_tokens.weight.device
+        self.state = BatchState.create(self.stack, max_batch, max_pages)
+        self._views = {n: self.state.rows(0, n) for n in range(1, max_batch + 1)}
+        self._stale = False
         self.completions: dict[int, Completion] = {}
         self.round_function: Callable[[Stack, BatchState], RoundResult] = decode_round
         self.rounds = 0
@@ -148,7 +157,11 @@ class Engine:
         events = self.admit()
         launched = None
         if self.seats:
-            result = self.round_function(self.stack, self.state.rows(0, len(self.seats)))
+            view = self._views[len(self.seats)]
+            if self._stale:
+                refresh(self.stack, view)
+                self._stale = False
+            result = self.round_function(self.stack, view)
             launched = _Flight(list(self.seats), result.accepted)
             self.rounds += 1
         landed, self._flight = self._flight, launched
@@ -284,6 +297,7 @@ class Engine:
             self.state.move(last, row)
             self.seats[row] = self.seats[last]
         self.seats.pop()
-        self.state.clear(last)
+        self.state.clear(last, self.method.num_candidates)
+        self._stale = True
         for cache, pages in seat.pages:
             cache.pool.release(pages, seat.request_id)

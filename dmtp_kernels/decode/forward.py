@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from dmtp_kernels.decode.caches import PagedCache
 from dmtp_kernels.decode.stack import Stack
+from dmtp_kernels.decode.work import MTPPass, Rows, TargetPass
 from dmtp_kernels.models.layers import Attend
 from dmtp_kernels.ops.block_attention import block_attention
 from dmtp_kernels.ops.commit_kv import commit_kv
 from dmtp_kernels.ops.draft_pages import draft_page_table
-
-
-class Rows(NamedTuple):
-    """New K and V rows `[B, T, Hkv, D]` of every layer, not yet in any cache."""
-
-    k: list[torch.Tensor]
-    v: list[torch.Tensor]
 
 
 def causal_attend(
@@ -43,14 +35,6 @@ def causal_attend(
     return attend
 
 
-class TargetPass(NamedTuple):
-    """`hidden[B, T, H]` after the final norm, `features[B, T, F]` for the drafter, and the new rows."""
-
-    hidden: torch.Tensor
-    features: torch.Tensor
-    rows: Rows
-
-
 def run_target(
     stack: Stack, ids: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, ctx_len: torch.Tensor
 ) -> TargetPass:
@@ -60,13 +44,6 @@ def run_target(
     attend = causal_attend(stack.target_cache, table, ctx_len, rows)
     output = stack.target(ids, positions, attend, layers)
     return TargetPass(output.hidden, output.features, rows)
-
-
-class MTPPass(NamedTuple):
-    """`hidden[B, T, H]`, each row's prediction state, and the new rows."""
-
-    hidden: torch.Tensor
-    rows: Rows
 
 
 def run_mtp(

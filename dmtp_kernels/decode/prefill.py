@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from dmtp_kernels.decode.caches import slots_of
-from dmtp_kernels.decode.forward import MTPPass, drafter_context, run_mtp, run_target, store
-from dmtp_kernels.decode.round import sample_tokens
+from dmtp_kernels.decode.forward import drafter_context, run_mtp, run_target, store
+from dmtp_kernels.decode.round import advance_by, refresh
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.state import BatchState
+from dmtp_kernels.decode.work import MTPPass
 from dmtp_kernels.ops.accept import Acceptance, accept_prefix
 from dmtp_kernels.ops.commit_kv import commit_kv
+from dmtp_kernels.ops.sample import sample_rows
 
 
 def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -> Acceptance:
@@ -18,7 +20,8 @@ def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -
 
     Afterwards the target's cache and the drafter's context hold n rows, the MTP history n - 1, and the MTP row of the
     first emitted token is pending. MTP row p pairs the target's hidden of p with the token at p+1, so a chunk's last
-    row takes the next chunk's first token, and the prompt's last row the token just drawn.
+    row takes the next chunk's first token, and the prompt's last row the token just drawn. The rows are ready for a
+    round.
     """
     batch, length = prompt.shape
     state.length.fill_(0)
@@ -31,7 +34,7 @@ def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -
         target = stack.target_cache
         store(target, passed.rows, valid, slots_of(state.target_table, positions, target.page_size))
         if stop == length:
-            token = sample_tokens(stack, state, passed.hidden[:, -1:], positions[:, -1:] + 1)
+            token = _first_token(stack, state, passed.hidden[:, -1], length)
             following = torch.cat([prompt[:, start + 1 :], token], dim=1)
         else:
             following = prompt[:, start + 1 : stop + 1]
@@ -45,9 +48,23 @@ def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -
             drafter = stack.drafter_cache
             store(drafter, context, valid, slots_of(state.drafter_table, positions, drafter.page_size))
     first = accept_prefix(token, token, stop_ids=state.stop_ids, budget=state.budget)
-    state.advance(first)
-    state.length.fill_(length)
+    state.length.fill_(length - 1)
+    refresh(stack, state)
+    advance_by(stack, state, first.commit_len, first.bonus, first.finished)
     return first
+
+
+def _first_token(stack: Stack, state: BatchState, hidden: torch.Tensor, position: int) -> torch.Tensor:
+    """`[B, 1]` target tokens after `hidden[B, H]`, for `position`."""
+    token, _ = sample_rows(
+        stack.target.logits(hidden),
+        temperature=state.temperature,
+        seed=state.seed,
+        position=torch.full_like(state.seed, position),
+        top_k=state.top_k,
+        top_p=state.top_p,
+    )
+    return token[:, None]
 
 
 def _commit_mtp(

@@ -1,23 +1,27 @@
 """One decoding round: MTP proposes T1, the drafter continues, the target verifies, every cache commits what was kept.
 
-Every `Method` runs through `decode_round`; nothing here reads the device from the host.
+A round is its stages, in the order of `STAGES`; every `Method` runs through them and nothing here reads the device from
+the host. A stage takes its input from the state and from `state.work`, and leaves its output there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from dmtp_kernels.decode.caches import slots_of
-from dmtp_kernels.decode.forward import MTPPass, TargetPass, drafter_context, run_drafter, run_mtp, run_target, store
+from dmtp_kernels.decode.draw import draft_tokens, target_tokens
+from dmtp_kernels.decode.forward import drafter_context, run_drafter, run_mtp, run_target, store
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.state import BatchState
-from dmtp_kernels.ops.accept import Acceptance, accept_prefix
+from dmtp_kernels.decode.work import MTPPass, TargetPass, Work, left
+from dmtp_kernels.ops.accept import Acceptance, accept_block, accept_prefix, accept_rejection
 from dmtp_kernels.ops.commit_kv import commit_kv
-from dmtp_kernels.ops.lm_head import decode_key, lm_head_select
-from dmtp_kernels.ops.sample import sample_rows
 from dmtp_kernels.ops.t1_prep import fused_t1_prep
+
+STAGES = ("t1", "draft", "verify", "accept", "mtp", "commit", "advance")
+"""Names of the functions here that make a round, each `stage(stack, state) -> None`, in order."""
 
 
 @dataclass
@@ -45,35 +49,58 @@ class RoundResult:
 
 def decode_round(stack: Stack, state: BatchState) -> RoundResult:
     """Run one round over all rows of `state` (a view on the live rows) and advance it in place."""
-    return finish_round(stack, state, propose(stack, state))
-
-
-def finish_round(stack: Stack, state: BatchState, draft: Draft, limit: int | None = None) -> RoundResult:
-    """Verify a draft, keep at most `limit` candidates, and advance the state past what was emitted."""
-    verified = verify(stack, state, draft.candidates)
-    accepted = accept(stack, state, draft.candidates, verified, limit)
-    advanced = advance_mtp(stack, state, accepted, verified) if stack.mtp is not None else None
-    commit(stack, state, accepted, verified, advanced)
-    state.advance(accepted)
-    return RoundResult(draft, accepted)
+    draft = propose(stack, state)
+    return RoundResult(draft, finish_round(stack, state))
 
 
 def propose(stack: Stack, state: BatchState) -> Draft:
-    """The candidates of one round."""
-    method = stack.method
+    """The stages up to the draft, and what they proposed; `state.work` goes on without it."""
+    for name in STAGES[: STAGES.index("verify")]:
+        stage(name)(stack, state)
+    work = state.work
+    # the round overwrites the state's own ids and positions
+    ids, positions = (None if t is None else t.clone() for t in (work.block_ids, work.block_positions))
+    return Draft(left(work.candidates), ids, work.block_embeds, positions, work.block_hidden)
+
+
+def finish_round(stack: Stack, state: BatchState) -> Acceptance:
+    """The stages from the verification on, and what they kept."""
+    for name in STAGES[STAGES.index("verify") :]:
+        stage(name)(stack, state)
+    return left(state.work.accepted)
+
+
+def stage(name: str) -> Callable[[Stack, BatchState], None]:
+    """The stage called `name`."""
+    found: Callable[[Stack, BatchState], None] = globals()[name]
+    return found
+
+
+def refresh(stack: Stack, state: BatchState) -> None:
+    """Bring what follows from the rows of `state` up to date, after the host wrote one: indices and sampling rows."""
+    sampling = state.sampling
+    sampling.temperature.copy_(state.temperature[:, None])
+    sampling.top_k.copy_(state.top_k[:, None])
+    sampling.top_p.copy_(state.top_p[:, None])
+    sampling.seed.copy_(state.seed[:, None])
+    advance_by(stack, state, state.idle, state.idle, state.idle)
+
+
+def t1(stack: Stack, state: BatchState) -> None:
+    """Select T1 where MTP proposes it, look up the block's embeddings, fuse."""
+    work, method = Work(), stack.method
+    state.work = work
     if method.chain:
-        tokens = propose_chain(stack, state)
-        return Draft(_with_padding(stack, torch.cat([state.anchor[:, None], tokens], dim=1)))
-    if method.drafter is None:
-        return Draft(_with_padding(stack, state.anchor[:, None].clone()))  # not a view: the anchor moves on
-    ids, embeds = prepare_block(stack, state)
-    positions = block_positions(stack, state)
-    hidden = run_drafter(stack, embeds, positions, state.drafter_table, state.length)
-    known = method.num_known
-    tokens = greedy_tokens(stack, hidden[:, known:])
-    # the block's known ids are [A], [A, T1] or [T1]; candidates always start with A
-    head = ids[:, :known] if method.block_has_anchor else torch.cat([state.anchor[:, None], ids[:, :1]], dim=1)
-    return Draft(_with_padding(stack, torch.cat([head, tokens], dim=1)), ids, embeds, positions, hidden)
+        tokens = draft_tokens(stack, state, state.h_mtp[:, None], 0)
+        work.drafted = [state.anchor[:, None], tokens]
+    elif method.drafter is None:
+        work.drafted = [state.anchor[:, None]]
+    else:
+        work.block_ids, work.block_embeds = prepare_block(stack, state)
+        work.block_positions = block_positions(stack, state)
+        ids = work.block_ids[:, : method.num_known]
+        # the block's known ids are [A], [A, T1] or [T1]; candidates always start with A
+        work.drafted = [ids] if method.block_has_anchor else [state.anchor[:, None], ids]
 
 
 def prepare_block(stack: Stack, state: BatchState) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,18 +109,19 @@ def prepare_block(stack: Stack, state: BatchState) -> tuple[torch.Tensor, torch.
     config = stack.drafter.config
     embedding = stack.target.embed_tokens.weight
     if stack.method.first == "drafter":
-        masks = state.anchor.new_full((1,), config.mask_token_id).expand(state.anchor.shape[0], config.block_size - 1)
-        ids = torch.cat([state.anchor[:, None], masks], dim=1)
+        ids = state.index.block_ids
         return ids, embedding[ids]
+    greedy = stack.verification == "target"
     _, ids, embeds, _ = fused_t1_prep(
         state.anchor,
         state.h_mtp,
-        stack.head,
+        stack.head if greedy else None,
         embedding,
         stack.fusion,
         anchors=stack.method.anchors,
         mask_id=config.mask_token_id,
         num_masks=config.block_size - 2,
+        t1_override=None if greedy else draft_tokens(stack, state, state.h_mtp[:, None], 0)[:, 0],
     )
     return ids, embeds
 
@@ -101,124 +129,153 @@ def prepare_block(stack: Stack, state: BatchState) -> tuple[torch.Tensor, torch.
 def block_positions(stack: Stack, state: BatchState) -> torch.Tensor:
     """Absolute positions `[B, S]` of the drafter's slots: from the anchor's, or from T1's where the block starts with
     T1."""
-    first = state.length if stack.method.block_has_anchor else state.length + 1
-    return first[:, None] + torch.arange(stack.method.num_slots, device=first.device)
+    index = state.index
+    return (index.positions if stack.method.block_has_anchor else index.token_positions)[:, : stack.method.num_slots]
 
 
-def propose_chain(stack: Stack, state: BatchState) -> torch.Tensor:
-    """`[B, chain]` tokens of the MTP module run on its own predictions; its rows use the scratch slots."""
+def draft(stack: Stack, state: BatchState) -> None:
+    """The candidates after T1: the drafter's slots, or MTP on its own predictions."""
+    work, method = state.work, stack.method
+    if method.chain:
+        continue_chain(stack, state)
+    elif method.drafter is not None:
+        embeds, positions = left(work.block_embeds), left(work.block_positions)
+        hidden = run_drafter(stack, embeds, positions, state.drafter_table, state.index.context_len)
+        work.block_hidden = hidden
+        first = method.num_candidates - (method.num_slots - method.num_known)
+        work.drafted.append(draft_tokens(stack, state, hidden[:, method.num_known :], first))
+    padding = stack.rows - 1 - method.num_candidates
+    work.drafted += [state.anchor[:, None]] * padding
+    work.candidates = torch.cat(work.drafted, dim=1)
+
+
+def continue_chain(stack: Stack, state: BatchState) -> None:
+    """Candidates 2.. of the MTP module run on its own predictions; its rows use the scratch slots."""
     assert stack.mtp_cache is not None
-    hidden = state.h_mtp
-    tokens = [greedy_tokens(stack, hidden[:, None])]
+    drafted, hidden = state.work.drafted, state.h_mtp
     every = torch.ones_like(state.length)
     for step in range(1, stack.method.chain):
-        positions = (state.length + step - 1)[:, None]
+        positions = state.index.positions[:, step - 1 : step]
         seen = state.tail_slots[:, :step]  # the pending row and the chain's earlier rows
-        out = run_mtp(stack, tokens[-1], hidden[:, None], positions, state.mtp_table, state.length - 1, seen)
+        out = run_mtp(stack, drafted[-1], hidden[:, None], positions, state.mtp_table, state.index.history_len, seen)
         store(stack.mtp_cache, out.rows, every, state.tail_slots[:, step : step + 1])
         hidden = out.hidden[:, 0]
-        tokens.append(greedy_tokens(stack, out.hidden))
-    return torch.cat(tokens, dim=1)
+        drafted.append(draft_tokens(stack, state, out.hidden, step))
 
 
-def verify(stack: Stack, state: BatchState, candidates: torch.Tensor) -> TargetPass:
-    """Target over `[A, T1..TK]` at positions a..a+K."""
-    positions = row_positions(state, candidates.shape[1])
-    return run_target(stack, candidates.clamp(min=0), positions, state.target_table, state.length)
+def verify(stack: Stack, state: BatchState) -> None:
+    """Target over `[A, T1..TK]` at positions a..a+K, and its token after every row (or its logits)."""
+    work = state.work
+    ids = left(work.candidates).clamp(0, stack.target.config.vocab_size - 1)
+    verified = run_target(stack, ids, state.index.positions, state.target_table, state.index.context_len)
+    work.verified = verified
+    if stack.verification == "target":
+        work.target_tokens = target_tokens(stack, state, verified.hidden)
+    else:
+        work.logits = stack.target.logits(verified.hidden)
 
 
-def accept(
-    stack: Stack, state: BatchState, candidates: torch.Tensor, verified: TargetPass, limit: int | None = None
-) -> Acceptance:
-    """Draw the target's token after every row and keep the matching prefix, inside stop tokens and budget.
+def accept(stack: Stack, state: BatchState) -> None:
+    """Keep candidates, inside stop tokens, budget and the row's `num_candidates`."""
+    work = state.work
+    candidates = left(work.candidates)
+    limits = {"stop_ids": state.stop_ids, "budget": state.budget, "num_candidates": state.num_candidates}
+    if stack.verification == "target":
+        work.accepted = accept_prefix(candidates, left(work.target_tokens), **limits)
+        return
+    logits = left(work.logits)
+    # padding rows were drawn from nothing
+    padding = candidates.shape[1] - 1 - stack.method.num_candidates
+    none = logits.new_zeros(len(logits), padding, logits.shape[2])
+    rule = accept_rejection if stack.verification == "rejection" else accept_block
+    kept = rule(
+        candidates,
+        logits,
+        temperature=state.temperature,
+        seed=state.seed,
+        position=state.index.context_len,
+        draft_probs=torch.cat([*work.probabilities, none], dim=1),
+        top_k=state.top_k,
+        top_p=state.top_p,
+        **limits,
+    )
+    work.accepted = Acceptance(*kept[:-1])
 
-    At most `limit` candidates are considered (default: all of the method's).
-    """
-    tokens = sample_tokens(stack, state, verified.hidden, row_positions(state, candidates.shape[1]) + 1)
-    count = torch.full_like(state.length, stack.method.num_candidates if limit is None else limit)
-    return accept_prefix(candidates, tokens, stop_ids=state.stop_ids, budget=state.budget, num_candidates=count)
+
+def mtp(stack: Stack, state: BatchState) -> None:
+    """MTP over the emitted tokens."""
+    if stack.mtp is not None:
+        state.work.advanced = advance_mtp(stack, state, left(state.work.accepted), left(state.work.verified))
 
 
 def advance_mtp(stack: Stack, state: BatchState, accepted: Acceptance, verified: TargetPass) -> MTPPass:
     """MTP over R fixed rows: row j = (emitted token j, target hidden of position a+j); rows beyond the emitted are
     inert."""
-    width = accepted.out_tokens.shape[1]
-    return run_mtp(
-        stack,
-        accepted.out_tokens,
-        verified.hidden,
-        row_positions(state, width),
-        state.mtp_table,
-        state.length - 1,
-        state.tail_slots[:, :1],
-    )
+    index, seen = state.index, state.tail_slots[:, :1]
+    tokens, hidden = accepted.out_tokens, verified.hidden
+    return run_mtp(stack, tokens, hidden, index.positions, state.mtp_table, index.history_len, seen)
 
 
-def commit(
-    stack: Stack, state: BatchState, accepted: Acceptance, verified: TargetPass, advanced: MTPPass | None
-) -> None:
-    """Write the rows of the committed tokens to the three caches."""
-    positions = row_positions(state, accepted.out_tokens.shape[1])
-    valid = accepted.commit_len
-    target = stack.target_cache
-    store(target, verified.rows, valid, slots_of(state.target_table, positions, target.page_size))
-    if stack.drafter_cache is not None:
-        mtp_hidden = advanced.hidden if advanced is not None else None
-        context = drafter_context(stack, verified.features, mtp_hidden, positions)
-        drafter = stack.drafter_cache
-        store(drafter, context, valid, slots_of(state.drafter_table, positions, drafter.page_size))
-    if advanced is not None:
-        commit_mtp(stack, state, valid, positions, advanced)
+def commit(stack: Stack, state: BatchState) -> None:
+    """Write the rows of the committed tokens to the caches, one launch each: their slots, heads and dims differ."""
+    work, index = state.work, state.index
+    verified, advanced, valid = left(work.verified), work.advanced, left(work.accepted).commit_len
+    for t, owner in enumerate(stack.owners):
+        cache, slots = stack.cache(owner), index.slots[:, t]
+        if owner == "target":
+            store(cache, verified.rows, valid, slots)
+        elif owner == "drafter":
+            mtp_hidden = advanced.hidden if advanced is not None else None
+            context = drafter_context(stack, verified.features, mtp_hidden, index.positions)
+            store(cache, context, valid, slots)
+        else:
+            commit_mtp(stack, state, valid, slots, index.previous_slots[:, t], left(advanced))
 
 
 def commit_mtp(
-    stack: Stack, state: BatchState, valid: torch.Tensor, positions: torch.Tensor, advanced: MTPPass
+    stack: Stack, state: BatchState, valid: torch.Tensor, slots: torch.Tensor, promote: torch.Tensor, advanced: MTPPass
 ) -> None:
     """Promote the pending row, place the valid ones, leave the rest in scratch, pick the next predictor hidden."""
-    cache = stack.mtp_cache
-    assert cache is not None
+    cache = stack.cache("mtp")
     commit_kv(
         advanced.rows.k,
         advanced.rows.v,
         cache.flat_k,
         cache.flat_v,
         valid,
-        slots_of(state.mtp_table, positions, cache.page_size),
+        slots,
         pending_slot=state.tail_slots[:, 0],
-        promote_dst=slots_of(state.mtp_table, state.length[:, None] - 1, cache.page_size)[:, 0],
-        scratch_dst=state.tail_slots[:, 1 : 1 + positions.shape[1]],
+        promote_dst=promote,
+        scratch_dst=state.tail_slots[:, 1 : 1 + slots.shape[1]],
         hidden=advanced.hidden,
         next_hidden=state.h_mtp,
     )
 
 
-def row_positions(state: BatchState, width: int) -> torch.Tensor:
-    """`[B, width]` absolute positions a..a+width-1."""
-    return state.length[:, None] + torch.arange(width, device=state.length.device)
+def advance(stack: Stack, state: BatchState) -> None:
+    """Move every row past its committed tokens, enter granted pages, index the next round: one launch."""
+    accepted = left(state.work.accepted)
+    advance_by(stack, state, accepted.commit_len, accepted.bonus, accepted.finished)
 
 
-def greedy_tokens(stack: Stack, hidden: torch.Tensor) -> torch.Tensor:
-    """`[B, T]` greedy tokens of drafted states `hidden[B, T, H]`, through the head op."""
-    key, _ = lm_head_select(hidden.flatten(0, 1), stack.head)
-    return decode_key(key)[0].reshape(hidden.shape[:2])
-
-
-def sample_tokens(stack: Stack, state: BatchState, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`[B, T]` target tokens for `positions[B, T]`; the draw depends on the request's seed and the position alone."""
-    width = hidden.shape[1]
-    token, _ = sample_rows(
-        stack.target.logits(hidden).flatten(0, 1),
-        temperature=state.temperature.repeat_interleave(width),
-        seed=state.seed.repeat_interleave(width),
-        position=positions.flatten(),
-        top_k=state.top_k.repeat_interleave(width),
-        top_p=state.top_p.repeat_interleave(width),
+def advance_by(
+    stack: Stack, state: BatchState, commit_len: torch.Tensor, bonus: torch.Tensor, ended: torch.Tensor
+) -> None:
+    """`advance_round` on `state`, in place."""
+    torch.ops.dmtp.advance_round_out(
+        state.length,
+        state.anchor,
+        state.budget,
+        state.finished,
+        commit_len,
+        bonus,
+        ended,
+        [getattr(state, f"{owner}_table") for owner in stack.owners],
+        page_sizes=[stack.cache(owner).page_size for owner in stack.owners],
+        rows=stack.rows,
+        grants=state.grants,
+        block_slots=stack.known_slots,
+        mask_id=stack.drafter.config.mask_token_id if stack.drafter is not None else 0,
+        first_page=1,
+        **state.index._asdict(),
     )
-    return token.reshape(hidden.shape[:2])
-
-
-def _with_padding(stack: Stack, candidates: torch.Tensor) -> torch.Tensor:
-    padding = stack.rows - candidates.shape[1]
-    if padding == 0:
-        return candidates
-    return torch.cat([candidates, candidates[:, :1].expand(-1, padding)], dim=1)

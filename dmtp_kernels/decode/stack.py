@@ -6,17 +6,24 @@ from dataclasses import dataclass
 
 from dmtp_kernels.decode.caches import PagedCache, pages_for
 from dmtp_kernels.decode.method import METHODS, Method
-from dmtp_kernels.decode.state import MAX_ROWS
 from dmtp_kernels.models import MTP, Drafter, Target
 from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.ops.lm_head import LMHead, pack_lm_head
 from dmtp_kernels.ops.t1_prep import Fusion
 
+MAX_ROWS = 8
+"""R: verify rows and MTP advancement rows reserved per request."""
+VERIFICATIONS = ("target", "rejection", "block")
+
 
 @dataclass
 class Stack:
-    """Models and caches of one engine. `mtp` and `drafter` are None when the method does not use them."""
+    """Models and caches of one engine. `mtp` and `drafter` are None when the method does not use them.
+
+    `verification` says how candidates are judged: `target` keeps those that equal the target's own draws, `rejection`
+    and `block` draw the candidates too and keep them by speculative rejection sampling or block verification.
+    """
 
     method: Method
     target: Target
@@ -27,6 +34,24 @@ class Stack:
     target_cache: PagedCache
     mtp_cache: PagedCache | None
     drafter_cache: PagedCache | None
+    verification: str = "target"
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Owners of the caches there are, in the order in which `advance_round` has their page tables."""
+        caches = {"target": self.target_cache, "drafter": self.drafter_cache, "mtp": self.mtp_cache}
+        return tuple(name for name, cache in caches.items() if cache is not None)
+
+    def cache(self, owner: str) -> PagedCache:
+        """The cache of one of the `owners`."""
+        found: PagedCache | None = getattr(self, f"{owner}_cache")
+        assert found is not None
+        return found
+
+    @property
+    def known_slots(self) -> int:
+        """Slots of a block whose ids follow from the anchor alone; 0 where T1 is in it."""
+        return self.method.num_slots if self.drafter is not None and self.method.first == "drafter" else 0
 
     @property
     def rows(self) -> int:
@@ -47,14 +72,24 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def build_stack(checkpoint: Checkpoint, method: Method, *, num_pages: int, page_size: int, max_batch: int) -> Stack:
+def build_stack(
+    checkpoint: Checkpoint,
+    method: Method,
+    *,
+    num_pages: int,
+    page_size: int,
+    max_batch: int,
+    verification: str = "target",
+) -> Stack:
     """Pick the weights `method` needs from a checkpoint and make its caches.
 
     `num_pages` is the size of each of the three caches; the MTP cache has room for `max_batch` private tails on top.
 
     Raises:
-        ValueError: the checkpoint lacks the method's drafter or fusion.
+        ValueError: the checkpoint lacks the method's drafter or fusion, or there is no such verification.
     """
+    if verification not in VERIFICATIONS:
+        raise ValueError(f"verification: is {verification!r}, must be one of {', '.join(VERIFICATIONS)}")
     target = checkpoint.target
     weight = target.embed_tokens.weight
     dtype, device = weight.dtype, weight.device
@@ -92,6 +127,7 @@ def build_stack(checkpoint: Checkpoint, method: Method, *, num_pages: int, page_
         drafter_cache=None
         if drafter is None
         else PagedCache.create(drafter.config.layer, drafter.config.num_layers, num_pages, page_size, dtype, device),
+        verification=verification,
     )
 
 

@@ -49,9 +49,12 @@ class Auditor:
         if self.rounds == 0:
             for row, tokens in enumerate(committed):
                 self._note(row, audit_state(engine, row, tokens))
+        live = (state.budget > 0).tolist()
         result = self._inner(stack, state)
         self.rounds += 1
         for row, tokens in enumerate(committed):
+            if not live[row]:
+                continue  # an inert row drafts for nobody
             self._note(row, audit_draft(engine, row, tokens, result.draft, self.fusion))
             tokens += [t for t in result.accepted.out_tokens[row].tolist() if t >= 0]
             self._note(row, audit_state(engine, row, tokens))

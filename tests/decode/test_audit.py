@@ -120,50 +120,31 @@ def _wrap(module: Any, name: str, change: Callable[..., Any]) -> Patch:
     return apply
 
 
-_TARGET: dict[str, Any] = {}
-
-
-def _remember_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = rounds.commit
-
-    def commit(stack: Any, *args: Any) -> None:
-        _TARGET["cache"] = stack.target_cache
-        original(stack, *args)
-
-    monkeypatch.setattr(rounds, "commit", commit)
-
-
 def _context_mutant(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Patch:
     """Change what is stored to the drafter's context: `change(rows, valid, slots)`."""
 
     def apply(monkeypatch: pytest.MonkeyPatch) -> None:
-        _remember_target(monkeypatch)
-        original = rounds.store
+        target: list[Any] = []
+        commit, original = rounds.commit, rounds.store
+
+        def remember(stack: Any, state: Any) -> None:
+            target[:] = [stack.target_cache]
+            commit(stack, state)
 
         def store(cache: Any, rows: Any, valid: Any, slots: Any) -> None:
-            if cache is not _TARGET["cache"]:
+            if target and cache is not target[0]:
                 rows, valid, slots = change(rows, valid, slots)
             original(cache, rows, valid, slots)
 
+        monkeypatch.setattr(rounds, "commit", remember)
         monkeypatch.setattr(rounds, "store", store)
 
     return apply
 
 
-def _rejected_draft_to_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, advance = rounds.finish_round, rounds.advance_mtp
-    seen: dict[str, Any] = {}
-
-    def remember(stack: Any, state: Any, draft: Any, limit: int | None = None) -> Any:
-        seen["drafts"] = draft.candidates[:, 1:]
-        return finish(stack, state, draft, limit)
-
-    def feed(stack: Any, state: Any, accepted: Any, verified: Any) -> Any:
-        tokens = torch.cat([seen["drafts"], accepted.out_tokens[:, -1:]], dim=1)
-        return advance(stack, state, accepted._replace(out_tokens=tokens), verified)
-
-    monkeypatch.setattr(rounds, "finish_round", remember)
-    monkeypatch.setattr(rounds, "advance_mtp", feed)
+def _rejected_draft_to_mtp(advance: Any, stack: Any, state: Any, accepted: Any, verified: Any) -> Any:
+    tokens = torch.cat([state.work.candidates[:, 1:], accepted.out_tokens[:, -1:]], dim=1)
+    return advance(stack, state, accepted._replace(out_tokens=tokens), verified)
 
 
 def _hidden_off_by_one(advance: Any, stack: Any, state: Any, accepted: Any, verified: Any) -> Any:
@@ -215,8 +196,8 @@ def _swap_t1_and_mask(prepare: Any, stack: Any, state: Any) -> Any:
     return ids, embeds[:, swap]
 
 
-def _wrong_anchor(propose: Any, stack: Any, state: Any) -> Any:
-    ids, embeds = propose(stack, state)
+def _wrong_anchor(prepare: Any, stack: Any, state: Any) -> Any:
+    ids, embeds = prepare(stack, state)
     embeds = embeds.clone()
     embeds[:, 0] = embeds[:, 1]
     return ids, embeds
@@ -229,7 +210,7 @@ MUTANTS: dict[str, tuple[Patch, str]] = {
         "context k",
     ),
     "block position + 1": (_wrap(rounds, "block_positions", lambda f, *a: f(*a) + 1), "block positions"),
-    "MTP fed a rejected draft": (_rejected_draft_to_mtp, "pending k"),
+    "MTP fed a rejected draft": (_wrap(rounds, "advance_mtp", _rejected_draft_to_mtp), "pending k"),
     "MTP hidden off by one": (_wrap(rounds, "advance_mtp", _hidden_off_by_one), "pending k"),
     "pending row not promoted": (_commit_kv_with(promote_dst=lambda slots: torch.full_like(slots, -1)), "mtp history"),
     "scratch row visible": (_scratch_mutant, "h_mtp"),

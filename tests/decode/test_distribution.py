@@ -13,8 +13,8 @@ from dmtp_kernels.decode.caches import pages_for
 from dmtp_kernels.decode.dense import target_logits
 from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.decode.prefill import prefill
-from dmtp_kernels.decode.stack import build_stack
-from dmtp_kernels.decode.state import MAX_ROWS, BatchState
+from dmtp_kernels.decode.stack import MAX_ROWS, build_stack
+from dmtp_kernels.decode.state import BatchState
 from dmtp_kernels.testing.models import tiny_checkpoint
 
 VALID = 4
@@ -44,9 +44,7 @@ def sampled_counts(method: str, runs: int) -> torch.Tensor:
     stack = build_stack(CHECKPOINT, METHODS[method], num_pages=BATCH * pages, page_size=page_size, max_batch=BATCH)
     counts = torch.zeros(VALID**TOKENS, dtype=torch.int64)
     for start in range(0, runs, BATCH):
-        state = BatchState.create(
-            BATCH, pages, CHECKPOINT.target.embed_tokens.weight.shape[1], torch.float32, torch.device("cpu")
-        )
+        state = BatchState.create(stack, BATCH, pages)
         table = 1 + torch.arange(BATCH * pages, dtype=torch.int32).reshape(BATCH, pages)
         for name in ("target_table", "drafter_table", "mtp_table"):
             getattr(state, name).copy_(table)

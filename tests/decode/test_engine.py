@@ -12,8 +12,8 @@ from dmtp_kernels.decode.caches import pages_for
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.method import VERIFY_SHAPED
 from dmtp_kernels.decode.request import FinishReason, Request
-from dmtp_kernels.decode.round import decode_round
-from dmtp_kernels.decode.state import MAX_ROWS
+from dmtp_kernels.decode.round import decode_round, refresh
+from dmtp_kernels.decode.stack import MAX_ROWS
 from dmtp_kernels.testing.audit import Auditor
 from dmtp_kernels.testing.models import tiny_checkpoint
 from tests.decode.engine_cases import CHECKPOINT, REQUESTS, assert_accounted, caches, engine_of, prompt, run
@@ -129,7 +129,12 @@ def test_rows_089_090_101_inert_rows_change_nothing() -> None:
     engine.step()
     state = engine.state.rows(0, 3)
     state.budget[1] = 0
-    before = {f.name: getattr(state, f.name)[1].clone() for f in fields(state)}
+    refresh(engine.stack, state)
+    before = {
+        f.name: getattr(state, f.name)[1].clone()
+        for f in fields(state)
+        if isinstance(getattr(state, f.name), torch.Tensor)
+    }
     slots = {}
     for cache, table in zip(caches(engine), (state.target_table, state.drafter_table, state.mtp_table), strict=True):
         pages = table[1][table[1] > 0].long()

@@ -9,7 +9,7 @@ import torch
 
 from dmtp_kernels.decode.caches import OutOfPages, PagePool, pages_for
 from dmtp_kernels.decode.request import Request
-from dmtp_kernels.decode.state import MAX_ROWS
+from dmtp_kernels.decode.stack import MAX_ROWS
 from tests.decode.engine_cases import CHECKPOINT, REQUESTS, assert_accounted, caches, engine_of, prompt, run
 
 

@@ -11,7 +11,7 @@ import torch
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.decode.request import FinishReason, Request
-from dmtp_kernels.decode.state import MAX_ROWS
+from dmtp_kernels.decode.stack import MAX_ROWS
 from dmtp_kernels.testing.models import tiny_checkpoint
 from tests.decode.engine_cases import REQUESTS, assert_accounted, engine_of, prompt, run
 
