@@ -47,6 +47,32 @@ void bind_accept(py::module_& m) {
         accept_prefix(a);
       },
       "Target-only verification.");
+  m.def(
+      "accept_sampled",
+      [](bool block, const at::Tensor& candidates, const at::Tensor& target_logits, const at::Tensor& temperature,
+         const at::Tensor& seed, const at::Tensor& position, const at::Tensor& stop_ids, const at::Tensor& budget,
+         const Optional& draft_probs, const Optional& num_candidates, const Optional& top_k, const Optional& top_p,
+         const Optional& draft_ids, const at::Tensor& accept_len, const at::Tensor& commit_len, const at::Tensor& bonus,
+         const at::Tensor& out_tokens, const at::Tensor& finished, const at::Tensor& status) {
+        AcceptSampled a{};
+        a.candidates = view(candidates);
+        a.target_logits = view(target_logits);
+        a.temperature = view(temperature);
+        a.seed = view(seed);
+        a.position = view(position);
+        a.draft_probs = view(draft_probs);
+        a.num_candidates = view(num_candidates);
+        a.top_k = view(top_k);
+        a.top_p = view(top_p);
+        a.draft_ids = view(draft_ids);
+        a.block = block;
+        a.emission = emission_of(stop_ids, budget, accept_len, commit_len, bonus, out_tokens, finished);
+        a.status = view(status);
+        a.parallel = parallel_for();
+        py::gil_scoped_release release;
+        accept_sampled(a);
+      },
+      "Rejection sampling, or block verification.");
 }
 
 }  // namespace dmtp

@@ -110,11 +110,25 @@ struct Cut {
   }
 };
 
+// Room for the search of one row's cut.
+template <class Key>
+struct CutRoom {
+  Key* key;
+  double* exp;
+  int64_t* mass;
+  int32_t* list;
+
+  CutRoom(Scratch& scratch, int64_t n)
+      : key(scratch.take<Key>(n)),
+        exp(scratch.take<double>(n)),
+        mass(scratch.take<int64_t>(n)),
+        list(scratch.take<int32_t>(n)) {}
+};
+
 // The least prefix of the ranking whose `amount` reaches `target`, which lies in 1..sum. `amount(id)` is not negative.
 template <class Key, class Amount>
-inline Cut<Key> least_prefix(const Key* key, int64_t n, int64_t target, Amount amount, Scratch& scratch) {
+inline Cut<Key> least_prefix(const Key* key, int64_t n, int64_t target, Amount amount, int32_t* list) {
   constexpr int kBits = 8, kBins = 1 << kBits;
-  auto* list = scratch.take<int32_t>(n);
   int64_t bins[kBins], listed = n;
   for (int shift = 8 * sizeof(Key) - kBits; shift >= 0; shift -= kBits) {
     const bool whole = shift == static_cast<int>(8 * sizeof(Key)) - kBits;
@@ -147,37 +161,35 @@ inline double mass_unit(int64_t n) {
   return std::ldexp(1.0, static_cast<int>(std::min<int64_t>(52, 62 - std::bit_width(static_cast<uint64_t>(n - 1)))));
 }
 
+inline bool filters(int64_t n, int64_t top_k, double top_p) {
+  return (top_k > 0 && top_k < n) || top_p < 1;
+}
+
 // What top_k (<= 0 or >= n: off) and top_p (>= 1: off) keep of a row; `weight` as of `weights`.
 template <class T>
 inline Cut<KeyOf<T>> cut_of(const T* x, const double* weight, int64_t n, int64_t top_k, double top_p,
-                            Scratch& scratch) {
-  using Key = KeyOf<T>;
-  Cut<Key> cut;
+                            const CutRoom<KeyOf<T>>& room) {
+  Cut<KeyOf<T>> cut;
   const bool by_count = top_k > 0 && top_k < n, by_mass = !(top_p >= 1);
-  if (!by_count && !by_mass) {
-    return cut;
-  }
-  auto* key = scratch.take<Key>(n);
+  const auto* key = room.key;
   for (int64_t i = 0; i < n; ++i) {
-    key[i] = key_of(x[i]);
+    room.key[i] = key_of(x[i]);
   }
   if (by_count) {
-    cut = least_prefix(key, n, top_k, [](int64_t) { return int64_t{1}; }, scratch);
+    cut = least_prefix(key, n, top_k, [](int64_t) { return int64_t{1}; }, room.list);
   }
   if (by_mass) {
-    auto* exp = scratch.take<double>(n);
-    auto* mass = scratch.take<int64_t>(n);
-    exps(weight, n, exp);
+    exps(weight, n, room.exp);
     const double unit = mass_unit(n);
     int64_t total = 0;
     for (int64_t i = 0; i < n; ++i) {
       const bool kept = key[i] > cut.key || (key[i] == cut.key && i <= cut.id);
-      mass[i] = kept ? static_cast<int64_t>(exp[i] * unit + 0.5) : 0;
-      total += mass[i];
+      room.mass[i] = kept ? static_cast<int64_t>(room.exp[i] * unit + 0.5) : 0;
+      total += room.mass[i];
     }
     const double share = std::ceil(std::max(top_p, 0.0) * static_cast<double>(total));
     const int64_t target = std::clamp<int64_t>(static_cast<int64_t>(share), 1, total);
-    cut = least_prefix(key, n, target, [&](int64_t i) { return mass[i]; }, scratch);
+    cut = least_prefix(key, n, target, [&](int64_t i) { return room.mass[i]; }, room.list);
   }
   return cut;
 }

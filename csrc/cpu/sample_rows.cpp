@@ -83,11 +83,11 @@ void one_row(const SampleRows& args, int64_t row) {
     } else {
       Cut<KeyOf<T>> cut;
       const int64_t top_k = args.top_k ? index_at(args.top_k, row) : 0;
-      if ((top_k > 0 && top_k < n) || top_p < 1) {
+      if (filters(n, top_k, top_p)) {
         Scratch scratch;
         auto* weight = scratch.take<double>(n);
         weights(x, n, top.value, temperature, weight);
-        cut = cut_of(x, weight, n, top_k, top_p, scratch);
+        cut = cut_of(x, weight, n, top_k, top_p, CutRoom<KeyOf<T>>(scratch, n));
       }
       const DrawKey draw(index_at(args.seed, row), index_at(args.position, row), args.stream);
       token = race(x, n, top.value, temperature, draw, cut);

@@ -1,18 +1,29 @@
-"""Losslessness of the sampled acceptance rules: exact enumeration, known answers, simulation with biased controls."""
+"""Losslessness of the reference of the sampled acceptance rules: enumeration, known answers, biased controls."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from dmtp_kernels import use_backend
 from dmtp_kernels.ops.accept import SampledAcceptance, accept_block, accept_rejection, reference
 from dmtp_kernels.ops.sample import philox, sample_rows
 
 V, K = 3, 2
+
+
+@pytest.fixture(autouse=True)
+def on_the_reference() -> Iterator[None]:
+    # its draws are replaced; test_accept_laws.py has what kernels can be asked
+    with use_backend("reference", "accept_rejection", "accept_block"):
+        yield
+
+
 Vector = np.ndarray
 
 
@@ -273,3 +284,18 @@ def test_drafts_keyed_by_position_alone_bias_block_verification(keyed_by_round: 
     law = np.bincount((2 * first.out_tokens[:, 0] + following).numpy(), minlength=4) / trials
     error = np.abs(law - np.outer(p, p).flatten()).max()
     assert error < 0.012 if keyed_by_round else error > 0.04
+
+
+@pytest.mark.parametrize("rule", [accept_rejection, accept_block])
+def test_greedy_requests_use_no_draw(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("uniform", "exponential"):
+        monkeypatch.setattr(
+            reference.philox, name, lambda seed, position, stream, count: torch.full((len(seed), count), float("nan"))
+        )
+    logits = torch.tensor([[[0.0, 2.0, 2.0], [5.0, 1.0, 5.0], [1.0, 1.0, 0.0]]])
+    zero, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    got = rule(
+        torch.tensor([[0, 1, 0]]), logits, temperature=torch.zeros(1), seed=zero, position=zero, stop_ids=none,
+        budget=zero + 9, draft_probs=torch.full((1, 2, 3), 1 / 3),
+    )  # fmt: skip
+    assert got.out_tokens.tolist() == [[1, 0, 0]]

@@ -21,7 +21,15 @@ from dmtp_kernels.ops.accept import (
     accept_block,
     accept_prefix,
     accept_rejection,
-    reference,
+)
+from dmtp_kernels.ops.sample import philox
+from tests.ops.conftest import INTERPRETED
+from tests.ops.philox_keys import LARGEST, SMALLEST, word
+
+KERNEL_OPS = ("accept_rejection", "accept_block")
+EVERY_CAPABILITY = True
+LAW = pytest.mark.skipif(
+    INTERPRETED, reason="a law needs many requests: interpreted rounds are compared with the reference's"
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -80,13 +88,7 @@ def test_greedy_requests_equal_target_only_verification(rule: Rule) -> None:
 
 
 @RULES
-def test_greedy_ties_go_to_the_lowest_id_and_use_no_draw(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        reference.philox, "uniform", lambda seed, position, stream, count: torch.full((len(seed), count), NAN)
-    )
-    monkeypatch.setattr(
-        reference.philox, "exponential", lambda seed, position, stream, count: torch.full((len(seed), count), NAN)
-    )
+def test_greedy_ties_go_to_the_lowest_id(rule: Rule) -> None:
     logits = torch.tensor([[[0.0, 2.0, 2.0], [INF, 5.0, INF], [1.0, 1.0, 0.0]]]).double()
     got = _call(rule, [[0, 1, 0]], logits, temperature=torch.zeros(1))
     assert got.out_tokens.tolist() == [[1, 0, 0]] and got.accept_len.tolist() == [2] and got.status.tolist() == [0]
@@ -159,8 +161,9 @@ def test_greedy_rows_ignore_nan_but_say_so(rule: Rule) -> None:
     assert got.out_tokens.tolist() == [[2, -1]] and got.status.item() == NAN_LOGITS and got.accept_len.item() == 0
 
 
+@LAW
 @RULES
-def test_row_122_and_138_impossible_and_tiny_candidates(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_122_and_138_impossible_and_tiny_candidates(rule: Rule) -> None:
     trials = 10_000
     drafts = torch.tensor([[0, 1]]).expand(trials, 2).contiguous()
     tiny = torch.tensor([1 - 1e-6, 1e-6, 0.0]).log().expand(trials, 2, 3)
@@ -169,11 +172,45 @@ def test_row_122_and_138_impossible_and_tiny_candidates(rule: Rule, monkeypatch:
     # half precision q: 1e-9 is stored as 0; nothing is divided by it and the candidate is refused
     half = _call(rule, drafts, tiny, draft_probs=torch.tensor([1.0, 1e-9, 0.0]).half().expand(trials, 1, 3))
     assert not half.accept_len.any() and (half.commit_len == 1).all() and not half.status.any()
-    # the smallest draw there is does not keep a candidate of probability 0
-    monkeypatch.setattr(reference.philox, "uniform", lambda seed, *_: torch.zeros(len(seed), 1, dtype=torch.float64))
-    never = torch.tensor([0.0, -INF, 0.0]).expand(trials, 2, 3)
-    got = _call(rule, drafts, never, draft_probs=q)
-    assert not got.accept_len.any() and set(got.out_tokens[:, 0].tolist()) <= {0, 2}
+
+
+@RULES
+def test_row_122_and_123_the_smallest_and_the_largest_draw(rule: Rule) -> None:
+    # keys whose acceptance draw is word 0 (fp32 would make it 0) and word 2^32 - 1 (fp32 would make it 1)
+    for extremes, u in ((SMALLEST, 2.0**-33), (LARGEST, 1 - 2.0**-33)):
+        position, index = extremes[philox.ACCEPT]
+        assert index == 0 and word(philox.ACCEPT, position, 0) == (0 if extremes is SMALLEST else 2**32 - 1)
+        key: dict[str, Any] = {"seed": torch.zeros(1).long(), "position": torch.tensor([position])}
+
+        def kept(p: float, key: dict[str, Any] = key) -> int:
+            rows = torch.tensor([[[1 - p, p, 0.0]] * 2], dtype=torch.float64).log()
+            certain = torch.tensor([[[0.0, 1.0, 0.0]]], dtype=torch.float64)
+            return int(_call(rule, [[0, 1]], rows, draft_probs=certain, **key).accept_len)
+
+        # u lies inside (0, 1): p = 0 is never kept, p = q always, and the threshold is u itself
+        assert kept(0.0) == 0 and kept(1.0) == 1
+        assert kept(u * (1 - 1e-12)) == 0 and kept(u + (1 - u) * 1e-3) == 1
+        assert kept(u + 2.0**-50) == 1
+
+
+@RULES
+def test_row_123_residual_draws_at_the_ends_stay_inside_the_support(rule: Rule) -> None:
+    for extremes in (SMALLEST, LARGEST):
+        position, index = extremes[philox.RESIDUAL]
+        rows = torch.full((1, 2, 4), -INF)
+        rows[0, :, 1 if index == 0 else 0], rows[0, :, 3] = 0.0, -3.0
+        key: dict[str, Any] = {"seed": torch.zeros(1).long(), "position": torch.tensor([position])}
+        got = _call(rule, [[0, 2]], rows, **key)
+        assert got.accept_len.item() == 0 and got.out_tokens[0, 0].item() in (0, 1, 3)
+
+
+@RULES
+def test_row_130_block_and_rejection_differ_on_the_same_round(rule: Rule) -> None:
+    # cumprod(p / q) with refusals in between is not the token-wise rule: one of the two would never differ
+    candidates, logits, q = _random(200, seed=3)
+    one = _call(accept_rejection, candidates, logits, draft_probs=q)
+    all_at_once = _call(accept_block, candidates, logits, draft_probs=q)
+    assert (one.accept_len != all_at_once.accept_len).any()
 
 
 @RULES
@@ -228,6 +265,7 @@ def test_row_123_and_139_bad_parameters_are_inert(rule: Rule) -> None:
     assert got.commit_len.tolist() == [0, 0, 0, 2, 2, 0] and got.finished.tolist() == [0] * 6
 
 
+@LAW
 @RULES
 def test_filters_shape_the_target(rule: Rule) -> None:
     trials = 10_000
@@ -300,3 +338,62 @@ def test_bad_arguments_are_named(rule: Rule, change: dict[str, Any], kind: type[
     }
     with pytest.raises(kind, match=message):
         rule(**(arguments | change))
+
+
+def _listed(q: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `count` largest entries of q as ids and probabilities, and the dense rows that say the same."""
+    probs, ids = q.topk(count, dim=2)
+    return ids, probs, torch.zeros_like(q).scatter(2, ids, probs)
+
+
+@RULES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shortlist_decides_as_its_dense_rows_do(rule: Rule, dtype: torch.dtype) -> None:
+    batch = 12 if INTERPRETED else 200
+    candidates, logits, q = _random(batch, vocab=70)
+    ids, probs, dense = _listed(q.to(dtype), 9)
+    inside = (candidates[:, 1:, None] == ids).any(dim=2)
+    assert inside.any() and not inside.all()
+    want = _call(rule, candidates, logits, draft_probs=dense)
+    assert want.accept_len.unique().numel() > 2
+    # any order, padding anywhere with any probability, an id split over two entries
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
+    padded = torch.cat((ids[:, :, order], ids[:, :, :2], torch.full_like(ids[:, :, :2], -1)), dim=2)
+    spread = torch.cat((probs[:, :, order], probs[:, :, :2] / 2, probs[:, :, :2] * NAN), dim=2)
+    spread[:, :, :9] = (
+        torch.where((ids[:, :, None, order] == ids[:, :, :2, None]).any(dim=2), 0.5, 1.0) * spread[:, :, :9]
+    )
+    for listed, values in ((ids, probs), (padded, spread), (padded.int(), spread)):
+        got = _call(rule, candidates, logits, draft_probs=values, draft_ids=listed)
+        for a, b in zip(want, got, strict=True):
+            assert torch.equal(a, b)
+
+
+@RULES
+def test_a_shortlist_that_is_no_distribution_cuts_the_draft(rule: Rule) -> None:
+    tokens = [5, 6, 7, 8]
+    ids = torch.tensor([[[5, 1], [6, 1], [7, 1]]])
+    probs = torch.tensor([[[1.0, 0.0]] * 3])
+    assert _call(rule, [[0, 5, 6, 7]], _certain(tokens), draft_probs=probs, draft_ids=ids).accept_len.item() == 3
+    for change_ids, change_probs in (((1, 12), 1.0), ((-1, -1), 1.0), ((6, 1), -1.0), ((6, 1), NAN), ((6, 1), INF)):
+        bad_ids, bad_probs = ids.clone(), probs.clone()
+        bad_ids[0, 1] = torch.tensor(change_ids)
+        bad_probs[0, 1, 1] = change_probs
+        got = _call(rule, [[0, 5, 6, 7]], _certain(tokens), draft_probs=bad_probs, draft_ids=bad_ids)
+        assert (
+            got.accept_len.item() == 1 and got.status.item() == BAD_DRAFT and got.out_tokens[0, :2].tolist() == [5, 6]
+        )
+    empty = _call(rule, [[0, 5, 6, 7]], _certain(tokens), draft_probs=probs[:, :, :0], draft_ids=ids[:, :, :0])
+    assert empty.accept_len.item() == 0 and empty.status.item() == BAD_DRAFT and empty.out_tokens[0, 0].item() == 5
+
+
+@RULES
+def test_row_129_addresses_need_64_bits(rule: Rule) -> None:
+    # row stride 2^28: the logits of request 4 start at 2^31
+    memory = torch.from_numpy(np.empty(9 * 2**28 + 64, dtype=np.float16))
+    logits = memory.as_strided((5, 2, 64), (2**29, 2**28, 1))
+    logits.fill_(-INF)
+    logits[torch.arange(5), 0, torch.arange(5) * 5] = logits[torch.arange(5), 1, torch.arange(5) * 7] = 0.0
+    drafts = torch.stack((torch.zeros(5).long(), torch.arange(5) * 5), dim=1)
+    got = _call(rule, drafts, logits)
+    assert got.out_tokens.tolist() == [[5 * i, 7 * i] for i in range(5)]

@@ -27,4 +27,23 @@ struct AcceptPrefix {
   ParallelFor parallel;
 };
 
+// One call of accept_rejection or of accept_block. Floats may be fp64.
+struct AcceptSampled {
+  Tensor candidates;      // [B, R]
+  Tensor target_logits;   // [B, R, V]
+  Tensor temperature;     // [B]
+  Tensor seed;            // [B]
+  Tensor position;        // [B]
+  Tensor draft_probs;     // [B, K, V], or [B, K, N] with draft_ids, or absent: one-hot
+  Tensor num_candidates;  // [B] or absent
+  Tensor top_k;           // [B] or absent
+  Tensor top_p;           // [B] or absent
+  Tensor draft_ids;       // [B, K, N] or absent
+  bool block;             // verify the block as a whole
+  Emission emission;
+  Tensor status;  // [B] int32, out
+
+  ParallelFor parallel;
+};
+
 }  // namespace dmtp

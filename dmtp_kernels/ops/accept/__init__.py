@@ -84,6 +84,7 @@ def accept_rejection(
     num_candidates: torch.Tensor | None = None,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
+    draft_ids: torch.Tensor | None = None,
 ) -> SampledAcceptance:
     """Speculative rejection sampling: emitted tokens are distributed exactly as the target's own samples.
 
@@ -96,7 +97,9 @@ def accept_rejection(
             proposed, and so do those after it.
         target_logits: `[B, R, V]` float, row j after the prefix `candidates[b, :j + 1]`.
         draft_probs: `[B, K, V]` float, `draft_probs[b, j]` is what `candidates[b, j + 1]` was drawn from, normalised
-            here. None: the draft is deterministic (one-hot).
+            here; `[B, K, N]` with `draft_ids`. None: the draft is deterministic (one-hot).
+        draft_ids: `[B, K, N]` int32/int64, the ids that `draft_probs` belongs to; other ids have probability 0.
+            Negative entries are padding whose probability is not used; an id listed twice has the sum of both.
         temperature: `[B]` float. 0 is greedy: the candidate must equal the lowest largest id; no random number is used.
         seed: `[B]` int32/int64.
         position: `[B]` int32/int64, the anchor's position (that of row 0's token). All draws of the round are keyed by
@@ -107,8 +110,8 @@ def accept_rejection(
         `SampledAcceptance`: as `Acceptance`, plus `status` bits of the rows the decision used (0..accept_len): 1, a
         NaN in the logits; 2, the row decides nothing (nothing above -inf; when sampling also any NaN or +inf), so the
         prefix ends there and no token is emitted for it; 4, bad temperature (negative, NaN, infinite) or NaN `top_p`
-        of a sampled request: inert; 8, the draft's probabilities (NaN, negative, infinite, or sum 0) could not be
-        used, so its candidate counts as not proposed.
+        of a sampled request: inert; 8, the draft's probabilities (NaN, negative, infinite, sum 0, or an id >= V) could
+        not be used, so its candidate counts as not proposed.
 
     Raises:
         ValueError, TypeError: a shape, dtype or device is wrong; the message names the argument.
@@ -116,7 +119,9 @@ def accept_rejection(
     Source: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", 2023.
     """
     inputs = (candidates, target_logits, temperature, seed, position, stop_ids, budget)
-    return SampledAcceptance(*ACCEPT_REJECTION.functional(*inputs, draft_probs, num_candidates, top_k, top_p))
+    return SampledAcceptance(
+        *ACCEPT_REJECTION.functional(*inputs, draft_probs, num_candidates, top_k, top_p, draft_ids)
+    )
 
 
 def accept_block(
@@ -132,6 +137,7 @@ def accept_block(
     num_candidates: torch.Tensor | None = None,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
+    draft_ids: torch.Tensor | None = None,
 ) -> SampledAcceptance:
     """Block verification: the target's distribution like `accept_rejection`, accepting at least as many on average.
 
@@ -149,4 +155,4 @@ def accept_block(
             "draft_probs: is None, must be what the candidates were drawn from (block verification needs q)"
         )
     inputs = (candidates, target_logits, temperature, seed, position, stop_ids, budget)
-    return SampledAcceptance(*ACCEPT_BLOCK.functional(*inputs, draft_probs, num_candidates, top_k, top_p))
+    return SampledAcceptance(*ACCEPT_BLOCK.functional(*inputs, draft_probs, num_candidates, top_k, top_p, draft_ids))

@@ -50,6 +50,7 @@ def _check_rejection(
     num_candidates: torch.Tensor | None,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
+    draft_ids: torch.Tensor | None,
 ) -> None:
     sizes = _check_request(candidates, stop_ids, budget, num_candidates)
     check_tensor("target_logits", target_logits, ["B", "R", "V"], FLOAT_DTYPES, sizes)
@@ -58,9 +59,14 @@ def _check_rejection(
     check_tensor("temperature", temperature, ["B"], FLOAT_DTYPES, sizes)
     check_tensor("seed", seed, ["B"], INDEX_DTYPES, sizes)
     check_tensor("position", position, ["B"], INDEX_DTYPES, sizes)
+    sizes["K"] = sizes["R"] - 1
+    if draft_ids is not None:
+        if draft_probs is None:
+            raise ValueError("draft_ids: is given without draft_probs, must come with the probabilities of its ids")
+        check_tensor("draft_ids", draft_ids, ["B", "K", "N"], INDEX_DTYPES, sizes)
     if draft_probs is not None:
-        sizes["K"] = sizes["R"] - 1
-        check_tensor("draft_probs", draft_probs, ["B", "K", "V"], FLOAT_DTYPES, sizes)
+        columns = "V" if draft_ids is None else "N"
+        check_tensor("draft_probs", draft_probs, ["B", "K", columns], FLOAT_DTYPES, sizes)
     if top_k is not None:
         check_tensor("top_k", top_k, ["B"], INDEX_DTYPES, sizes)
     if top_p is not None:
@@ -75,6 +81,7 @@ def _check_rejection(
         draft_probs=draft_probs,
         top_k=top_k,
         top_p=top_p,
+        draft_ids=draft_ids,
     )
 
 
@@ -96,7 +103,8 @@ def _shapes_sampled(candidates: torch.Tensor, *_: object) -> list[Shape]:
 _OUTS = ("accept_len", "commit_len", "bonus", "out_tokens", "finished")
 _SAMPLED_ARGS = (
     "Tensor candidates, Tensor target_logits, Tensor temperature, Tensor seed, Tensor position, Tensor stop_ids, "
-    "Tensor budget, Tensor? draft_probs=None, Tensor? num_candidates=None, Tensor? top_k=None, Tensor? top_p=None"
+    "Tensor budget, Tensor? draft_probs=None, Tensor? num_candidates=None, Tensor? top_k=None, Tensor? top_p=None, "
+    "Tensor? draft_ids=None"
 )
 _BLOCK_ARGS = _SAMPLED_ARGS.replace("Tensor? draft_probs=None", "Tensor draft_probs")
 
@@ -119,7 +127,10 @@ ACCEPT_REJECTION = define_op(
     outs=(*_OUTS, "status"),
     shapes=_shapes_sampled,
     check=_check_rejection,
-    implementations={"reference": "dmtp_kernels.ops.accept.reference:accept_rejection"},
+    implementations={
+        "cpu": "dmtp_kernels.ops.accept.cpu:accept_rejection",
+        "reference": "dmtp_kernels.ops.accept.reference:accept_rejection",
+    },
 )
 
 ACCEPT_BLOCK = define_op(
@@ -128,5 +139,8 @@ ACCEPT_BLOCK = define_op(
     outs=(*_OUTS, "status"),
     shapes=_shapes_sampled,
     check=_check_rejection,
-    implementations={"reference": "dmtp_kernels.ops.accept.reference:accept_block"},
+    implementations={
+        "cpu": "dmtp_kernels.ops.accept.cpu:accept_block",
+        "reference": "dmtp_kernels.ops.accept.reference:accept_block",
+    },
 )

@@ -47,10 +47,11 @@ def _accept_sampled(
     position: torch.Tensor,  # [B]
     stop_ids: torch.Tensor,  # [B, E] or [E]
     budget: torch.Tensor,  # [B]
-    draft_probs: torch.Tensor | None,  # [B, K, V]
+    draft_probs: torch.Tensor | None,  # [B, K, V], or [B, K, N] with draft_ids
     num_candidates: torch.Tensor | None,  # [B]
     top_k: torch.Tensor | None,  # [B]
     top_p: torch.Tensor | None,  # [B]
+    draft_ids: torch.Tensor | None,  # [B, K, N]
     accept_len: torch.Tensor,  # [B] out
     commit_len: torch.Tensor,  # [B] out
     bonus: torch.Tensor,  # [B] out
@@ -78,7 +79,7 @@ def _accept_sampled(
     drawn = candidates[:, 1:].long()  # [B, K]
     proposed = (drawn >= 0) & (drawn < vocab) & (column[:-1] < limit[:, None])
     drawn = drawn.clamp(0, vocab - 1)
-    q, bad_draft = _draft_distribution(draft_probs, drawn, vocab)
+    q, bad_draft = _draft_distribution(draft_probs, draft_ids, drawn, vocab)
     bad_draft &= ~greedy[:, None]
     matched = _prefix_length(proposed & ~undecided[:, :-1] & (drawn == best[:, :-1]))
     usable = _prefix_length(proposed & ~undecided[:, :-1] & ~bad_draft)  # [B]
@@ -177,17 +178,25 @@ def _target_distribution(
 
 
 def _draft_distribution(
-    draft_probs: torch.Tensor | None,  # [B, K, V]
+    draft_probs: torch.Tensor | None,  # [B, K, V], or [B, K, N] with draft_ids
+    draft_ids: torch.Tensor | None,  # [B, K, N]
     drawn: torch.Tensor,  # [B, K]
     vocab: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`[B, K, V]` float64 probabilities the candidates were drawn from, and which rows `[B, K]` are no distribution."""
+    q = torch.zeros(*drawn.shape, vocab, dtype=torch.float64, device=drawn.device)
     if draft_probs is None:
-        q = torch.zeros(*drawn.shape, vocab, dtype=torch.float64, device=drawn.device)
         return q.scatter_(2, drawn[:, :, None], 1.0), torch.zeros_like(drawn, dtype=torch.bool)
-    q = draft_probs.double()
-    total = q.sum(dim=2)
-    bad = ~(torch.isfinite(total) & (total > 0)) | (q < 0).any(dim=2)
+    given = draft_probs.double()
+    if draft_ids is not None:
+        ids = draft_ids.long()
+        # an id outside the vocabulary makes the sum no number
+        given = torch.where(ids >= 0, torch.where(ids < vocab, given, torch.nan), 0.0)
+        q.scatter_add_(2, ids.clamp(0, vocab - 1), given)
+    else:
+        q = given
+    total = given.sum(dim=2)
+    bad = ~(torch.isfinite(total) & (total > 0)) | (given < 0).any(dim=2)
     return torch.where(bad[:, :, None], 0.0, q / torch.where(bad, 1.0, total)[:, :, None]), bad
 
 

@@ -52,6 +52,7 @@ def _sampled_case(
     dtype: torch.dtype = torch.float32,
     index: torch.dtype = torch.int64,
     dense: bool = True,
+    listed: int = 0,
     ragged: bool = False,
     filters: bool = False,
 ) -> Any:
@@ -71,7 +72,12 @@ def _sampled_case(
         top_p = torch.rand(batch, generator=generator) * 1.2 if filters else None
         draft_probs = draft.to(dtype) if dense else None
         head = (candidates, logits.to(dtype), temperature, seed, position, stop_ids, budget)
-        return (*head, draft_probs, count, top_k, top_p)
+        draft_ids = None
+        if listed:
+            kept = draft.topk(listed, dim=2).indices
+            draft_ids = torch.where(kept % 7 == 3, -1, kept).to(index)
+            draft_probs = draft.gather(2, kept).to(dtype)
+        return (*head, draft_probs, count, top_k, top_p, draft_ids)
 
     return make
 
@@ -94,6 +100,7 @@ _SHARED = (
         _sampled_case(9, 8, 33, dtype=torch.bfloat16, index=torch.int32, ragged=True, filters=True),
     ),
     Case("anchor_only", "autoregressive rows: one draw each", _sampled_case(3, 1, 17)),
+    Case("shortlist", "the draft drew from twelve ids, some of them padding", _sampled_case(7, 6, 65, listed=12)),
     Case("empty", "no live request", _sampled_case(0, 8, 17)),
 )
 
