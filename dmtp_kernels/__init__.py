@@ -7,6 +7,7 @@ from dmtp_kernels._library import supports
 from dmtp_kernels.backends import BackendUnavailable, use_backend
 from dmtp_kernels.ops import (  # noqa: F401  importing a family registers its schemas
     accept,
+    advance,
     block_attention,
     commit_kv,
     draft_pages,

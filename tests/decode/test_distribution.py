@@ -37,11 +37,18 @@ def exact_distribution() -> torch.Tensor:
 
 
 @torch.no_grad()
-def sampled_counts(method: str, runs: int) -> torch.Tensor:
+def sampled_counts(method: str, runs: int, verification: str = "target") -> torch.Tensor:
     """How often each continuation came out of `runs` runs with seeds 0, 1, ..."""
     page_size = 8
     pages = pages_for(len(PROMPT) + TOKENS + 2 * MAX_ROWS, page_size)
-    stack = build_stack(CHECKPOINT, METHODS[method], num_pages=BATCH * pages, page_size=page_size, max_batch=BATCH)
+    stack = build_stack(
+        CHECKPOINT,
+        METHODS[method],
+        num_pages=BATCH * pages,
+        page_size=page_size,
+        max_batch=BATCH,
+        verification=verification,
+    )
     counts = torch.zeros(VALID**TOKENS, dtype=torch.int64)
     for start in range(0, runs, BATCH):
         state = BatchState.create(stack, BATCH, pages)
@@ -103,3 +110,19 @@ def test_a_wrong_acceptance_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rounds, "accept_prefix", lenient)
     assert p_value(sampled_counts("dmtp", RUNS // 2)) < 0.001
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_sampled_drafts_match_the_target(verification: str) -> None:
+    assert p_value(sampled_counts("dmtp", RUNS // 2, verification)) > 0.001
+
+
+def test_a_wrong_draft_distribution_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates judged as if they had been drawn uniformly: the test above must notice."""
+    original = rounds.accept_rejection
+
+    def uniform(*args: Any, draft_probs: Any, **kwargs: Any) -> Any:
+        return original(*args, draft_probs=torch.ones_like(draft_probs), **kwargs)
+
+    monkeypatch.setattr(rounds, "accept_rejection", uniform)
+    assert p_value(sampled_counts("dmtp", RUNS // 4, "rejection")) < 0.001
