@@ -39,7 +39,8 @@ def draft_tokens(stack: Stack, state: BatchState, hidden: torch.Tensor, first: i
     count, sampling = hidden.shape[1], state.sampling
     row = torch.arange(first, first + count, device=hidden.device)
     temperature, top_k, top_p, seed = (
-        t[:, :count].flatten().contiguous() for t in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+        t[:, :count].flatten().contiguous()
+        for t in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
     )
     logits = stack.target.logits(hidden).flatten(0, 1)
     token, _ = sample_rows(

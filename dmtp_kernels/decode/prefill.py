@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dmtp_kernels.decode.caches import slots_of
@@ -15,13 +17,19 @@ from dmtp_kernels.ops.commit_kv import commit_kv
 from dmtp_kernels.ops.sample import sample_rows
 
 
-def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -> Acceptance:
+def prefill(
+    stack: Stack,
+    state: BatchState,
+    prompt: torch.Tensor,
+    chunk: int,
+    wanted: Callable[[], bool] = lambda: True,
+) -> Acceptance | None:
     """Process `prompt[B, n]`, one prompt of n tokens per row of `state`, and emit the first tokens.
 
     Afterwards the target's cache and the drafter's context hold n rows, the MTP history n - 1, and the MTP row of the
     first emitted token is pending. MTP row p pairs the target's hidden of p with the token at p+1, so a chunk's last
     row takes the next chunk's first token, and the prompt's last row the token just drawn. The rows are ready for a
-    round.
+    round. `wanted` is asked after every chunk; once it says no, the rows are left as they are and None is returned.
     """
     batch, length = prompt.shape
     state.length.fill_(0)
@@ -47,6 +55,8 @@ def prefill(stack: Stack, state: BatchState, prompt: torch.Tensor, chunk: int) -
             context = drafter_context(stack, passed.features, hidden, positions)
             drafter = stack.drafter_cache
             store(drafter, context, valid, slots_of(state.drafter_table, positions, drafter.page_size))
+        if not wanted():
+            return None
     first = accept_prefix(token, token, stop_ids=state.stop_ids, budget=state.budget)
     state.length.fill_(length - 1)
     refresh(stack, state)

@@ -61,6 +61,7 @@ def sampled_counts(method: str, runs: int, verification: str = "target") -> torc
         state.seed.copy_(torch.arange(start, start + BATCH))
         state.budget.fill_(TOKENS)
         first = prefill(stack, state, torch.tensor(PROMPT).expand(BATCH, -1), chunk=4)
+        assert first is not None
         tokens = torch.full((BATCH, TOKENS), -1)
         tokens[:, 0] = first.bonus
         filled = first.commit_len.long()

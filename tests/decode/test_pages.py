@@ -22,7 +22,7 @@ def test_row_095_freed_pages_equal_allocated_pages() -> None:
         engine.submit(Request(prompt(n, n), 9, seed=n))
     engine.step()
     assert_accounted(engine)
-    assert engine.stack.target_cache.pool.used == sum(pages_for(n + 9 + MAX_ROWS, 64) for n in lengths)
+    assert engine.stack.target_cache.pool.used == sum(pages_for(n + 9, 64) for n in lengths)
     while engine.busy:
         engine.step()
         assert_accounted(engine)
@@ -61,7 +61,7 @@ def test_row_110_pages_are_never_owned_twice() -> None:
 
 @torch.no_grad()
 def test_a_request_that_cannot_get_pages_waits_while_others_go_on() -> None:
-    need = pages_for(17 + 14 + 17 % 5 + MAX_ROWS, 8)
+    need = pages_for(17 + 14 + 17 % 5, 8)
     engine = engine_of(num_pages=need + 2, max_batch=4)
     ids = [engine.submit(REQUESTS[3]), engine.submit(REQUESTS[2])]
     engine.step()
@@ -75,7 +75,7 @@ def test_a_request_that_cannot_get_pages_waits_while_others_go_on() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_and_nothing_is_queued() -> None:
     engine = engine_of(num_pages=3)
-    with pytest.raises(ValueError, match="needs 6 pages, the pool has 3"):
+    with pytest.raises(ValueError, match="needs 5 pages of the target cache, its pool has 3"):
         engine.submit(Request(prompt(20, 1), 20))
     with pytest.raises(ValueError, match="the cache holds 96 per request"):
         engine.submit(Request(prompt(90, 1), 20))
