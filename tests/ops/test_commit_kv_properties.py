@@ -138,7 +138,7 @@ def test_any_call_equals_the_dictionary_model(call: dict[str, Any]) -> None:
     before = -1 - torch.arange(slots * 2, dtype=torch.float32).view(slots, 1, 2)
     caches = before.clone(), before * 2
     named = {"pending_slot": "pending", "promote_dst": "promote", "scratch_dst": "scratch", "live": "live"}
-    given = {
+    given: dict[str, Any] = {
         named[name]: value.tolist() if value.dim() == 1 else value
         for name, value in call.items()
         if isinstance(value, torch.Tensor)
