@@ -65,7 +65,7 @@ class Soak:
         *,
         seed: int = 0,
         max_batch: int = 6,
-        num_pages: int = 28,
+        num_pages: int = 22,
         page_size: int = 4,
         max_tokens: int = 64,
     ) -> None:
