@@ -54,6 +54,8 @@ class Engine:
         prefill_chunk: prompt tokens per prefill pass.
         verification: `target` keeps the candidates that the target draws itself; `rejection` and `block` draw the
             candidates too and keep them by the rules of that name. All three give the target's distribution.
+        mtp_steps: most candidates that MTP proposes before the drafter continues; how many of them a request uses
+            follows its recent acceptance. 1 leaves T2.. to the drafter.
         prefix_cache: must be False; the error says why.
 
     Raises:
@@ -71,6 +73,7 @@ class Engine:
         page_size: int = 16,
         prefill_chunk: int = 64,
         verification: str = "target",
+        mtp_steps: int = 1,
         prefix_cache: bool = False,
     ) -> None:
         self.method = get_method(method) if isinstance(method, str) else method
@@ -94,6 +97,7 @@ class Engine:
             page_size=page_size,
             max_batch=max_batch,
             verification=verification,
+            mtp_steps=mtp_steps,
         )
         self.device = self.stack.target.embed_tokens.weight.device
         self.state = BatchState.create(self.stack, max_batch, max_pages)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dmtp_kernels.decode.adaptive import adapt, chain_tokens, extend_block, merge_chain
 from dmtp_kernels.decode.draw import draft_tokens, target_tokens
 from dmtp_kernels.decode.forward import drafter_context, run_drafter, run_mtp, run_target, store
 from dmtp_kernels.decode.stack import Stack
@@ -137,30 +138,19 @@ def draft(stack: Stack, state: BatchState) -> None:
     """The candidates after T1: the drafter's slots, or MTP on its own predictions."""
     work, method = state.work, stack.method
     if method.chain:
-        continue_chain(stack, state)
+        work.drafted += chain_tokens(stack, state, work.drafted[-1], method.chain)
     elif method.drafter is not None:
+        if stack.mtp_steps > 1:
+            extend_block(stack, state)
         embeds, positions = left(work.block_embeds), left(work.block_positions)
         hidden = run_drafter(stack, embeds, positions, state.drafter_table, state.index.context_len)
         work.block_hidden = hidden
         first = method.num_candidates - (method.num_slots - method.num_known)
-        work.drafted.append(draft_tokens(stack, state, hidden[:, method.num_known :], first))
+        tokens = draft_tokens(stack, state, hidden[:, method.num_known :], first)
+        work.drafted.append(merge_chain(stack, state, tokens) if stack.mtp_steps > 1 else tokens)
     padding = stack.rows - 1 - method.num_candidates
     work.drafted += [state.anchor[:, None]] * padding
     work.candidates = torch.cat(work.drafted, dim=1)
-
-
-def continue_chain(stack: Stack, state: BatchState) -> None:
-    """Candidates 2.. of the MTP module run on its own predictions; its rows use the scratch slots."""
-    assert stack.mtp_cache is not None
-    drafted, hidden = state.work.drafted, state.h_mtp
-    every = torch.ones_like(state.length)
-    for step in range(1, stack.method.chain):
-        positions = state.index.positions[:, step - 1 : step]
-        seen = state.tail_slots[:, :step]  # the pending row and the chain's earlier rows
-        out = run_mtp(stack, drafted[-1], hidden[:, None], positions, state.mtp_table, state.index.history_len, seen)
-        store(stack.mtp_cache, out.rows, every, state.tail_slots[:, step : step + 1])
-        hidden = out.hidden[:, 0]
-        drafted.append(draft_tokens(stack, state, out.hidden, step))
 
 
 def verify(stack: Stack, state: BatchState) -> None:
@@ -255,6 +245,8 @@ def commit_mtp(
 def advance(stack: Stack, state: BatchState) -> None:
     """Move every row past its committed tokens, enter granted pages, index the next round: one launch."""
     accepted = left(state.work.accepted)
+    if stack.mtp_steps > 1:
+        adapt(stack, state)
     advance_by(stack, state, accepted.commit_len, accepted.bonus, accepted.finished)
 
 

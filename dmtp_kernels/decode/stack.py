@@ -23,6 +23,7 @@ class Stack:
 
     `verification` says how candidates are judged: `target` keeps those that equal the target's own draws, `rejection`
     and `block` draw the candidates too and keep them by speculative rejection sampling or block verification.
+    `mtp_steps` is the most candidates MTP proposes before the drafter continues.
     """
 
     method: Method
@@ -35,6 +36,7 @@ class Stack:
     mtp_cache: PagedCache | None
     drafter_cache: PagedCache | None
     verification: str = "target"
+    mtp_steps: int = 1
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -80,16 +82,19 @@ def build_stack(
     page_size: int,
     max_batch: int,
     verification: str = "target",
+    mtp_steps: int = 1,
 ) -> Stack:
     """Pick the weights `method` needs from a checkpoint and make its caches.
 
     `num_pages` is the size of each of the three caches; the MTP cache has room for `max_batch` private tails on top.
 
     Raises:
-        ValueError: the checkpoint lacks the method's drafter or fusion, or there is no such verification.
+        ValueError: the checkpoint lacks the method's drafter or fusion, there is no such verification, or `mtp_steps`
+            is out of range.
     """
     if verification not in VERIFICATIONS:
         raise ValueError(f"verification: is {verification!r}, must be one of {', '.join(VERIFICATIONS)}")
+    _check_steps(method, mtp_steps)
     target = checkpoint.target
     weight = target.embed_tokens.weight
     dtype, device = weight.dtype, weight.device
@@ -128,7 +133,14 @@ def build_stack(
         if drafter is None
         else PagedCache.create(drafter.config.layer, drafter.config.num_layers, num_pages, page_size, dtype, device),
         verification=verification,
+        mtp_steps=mtp_steps,
     )
+
+
+def _check_steps(method: Method, mtp_steps: int) -> None:
+    most = method.num_candidates if method.drafter is not None and method.first == "mtp" else 1
+    if not 1 <= mtp_steps <= most:
+        raise ValueError(f"mtp_steps: is {mtp_steps}, must be between 1 and {most} for method {method.name!r}")
 
 
 def op_fusion(module: FusionModule) -> Fusion:

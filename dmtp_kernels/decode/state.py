@@ -43,6 +43,8 @@ class BatchState:
     budget: torch.Tensor  # [B] int64
     finished: torch.Tensor  # [B] int32: 0 running, 1 stop token, 2 length
     num_candidates: torch.Tensor  # [B] int64, candidates a round may accept
+    mtp_steps: torch.Tensor  # [B] int64, candidates that MTP proposes before the drafter continues
+    recent: torch.Tensor  # [B] fp32, running mean of accepted candidates
     h_mtp: torch.Tensor  # [B, H]
     temperature: torch.Tensor  # [B] fp32
     top_k: torch.Tensor  # [B] int64, 0 = off
@@ -75,6 +77,8 @@ class BatchState:
             budget=full((), 0),
             finished=full((), 0, torch.int32),
             num_candidates=full((), stack.method.num_candidates),
+            mtp_steps=full((), 1),
+            recent=full((), 0.0, torch.float32),
             h_mtp=full((weight.shape[1],), 0.0, weight.dtype),
             temperature=full((), 0.0, torch.float32),
             top_k=full((), 0),
@@ -126,7 +130,7 @@ class BatchState:
         return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 
 
-_BLANK = {"top_p": 1.0, "stop_ids": -1, "tail_slots": -1, "grants": -1}
+_BLANK = {"mtp_steps": 1, "top_p": 1.0, "stop_ids": -1, "tail_slots": -1, "grants": -1}
 
 
 def grants_of(rows: int, page_size: int) -> int:
