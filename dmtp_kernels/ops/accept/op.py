@@ -128,6 +128,7 @@ ACCEPT_REJECTION = define_op(
     shapes=_shapes_sampled,
     check=_check_rejection,
     implementations={
+        "triton": "dmtp_kernels.ops.accept.launch:accept_rejection",
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_rejection",
         "reference": "dmtp_kernels.ops.accept.reference:accept_rejection",
     },
@@ -140,6 +141,7 @@ ACCEPT_BLOCK = define_op(
     shapes=_shapes_sampled,
     check=_check_rejection,
     implementations={
+        "triton": "dmtp_kernels.ops.accept.launch:accept_block",
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_block",
         "reference": "dmtp_kernels.ops.accept.reference:accept_block",
     },
