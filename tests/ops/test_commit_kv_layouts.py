@@ -65,20 +65,22 @@ def test_sglang_slots_are_rows_of_layers_that_are_stacked() -> None:
     assert pool.flatten(3).any(dim=-1).sum() == 2 * layers * 12
 
 
-def test_pages_whose_strides_pass_32_bits() -> None:
-    # pages of 2 rows are 2^28 elements apart: page 8 starts at 2^31
-    memory = np.empty(8 * 2**28 + 2**27 + HKV * D, dtype=np.float16)
-    cache = torch.from_numpy(memory).as_strided((9, 2, HKV, D), (2**28, 2**27, D, 1))
+@pytest.mark.parametrize(("pages", "size"), [(9, 2), (1, 18)])
+def test_pages_whose_strides_pass_32_bits(pages: int, size: int) -> None:
+    # slots are 2^27 elements apart: slot 16 starts at 2^31, in page 8 or in the only one
+    memory = np.empty(17 * 2**27 + HKV * D, dtype=np.float16)
+    cache = torch.from_numpy(memory).as_strided((pages, size, HKV, D), (size * 2**27, 2**27, D, 1))
+    flat = torch.from_numpy(memory).as_strided((18, HKV, D), (2**27, D, 1))
     rows = _rows(1, dtype=torch.float16)[:, :2]
-    small = torch.zeros(9, 2, HKV, D, dtype=torch.float16)
-    cache[7, 1] = 3.0
+    small = torch.zeros(pages, size, HKV, D, dtype=torch.float16)
+    flat[15] = 3.0
     error = commit_kv(
         [rows], [rows], [cache], [small], torch.tensor([1]), torch.tensor([[0, 0]]),
         pending_slot=torch.tensor([15], dtype=torch.int32), promote_dst=torch.tensor([17], dtype=torch.int32),
         scratch_dst=torch.tensor([[-1, 16]], dtype=torch.int32),
     )  # fmt: skip
     assert error.tolist() == [0]
-    assert cache[8, 1].eq(3).all() and torch.equal(cache[8, 0], rows[0, 1]) and torch.equal(cache[7, 1], rows[0, 0])
+    assert flat[17].eq(3).all() and torch.equal(flat[16], rows[0, 1]) and torch.equal(flat[15], rows[0, 0])
 
 
 def test_rows_far_apart_need_64_bits() -> None:
@@ -154,14 +156,14 @@ def test_row_099_a_reused_slot_shows_nothing_of_its_last_request() -> None:
     rows = _rows(2)
     cache, lengths = torch.full((40, HKV, D), NAN), torch.tensor([20])
     arguments: dict[str, Any] = {"pending_slot": torch.tensor([39]), "scratch_dst": torch.arange(30, 38)[None]}
-    step: Any = ([cache], [cache.clone()])
+    caches = [cache], [cache.clone()]
     commit_kv(
-        [rows[:1]], [rows[:1]], *step, torch.tensor([4]), torch.arange(20, 28)[None],
+        [rows[:1]], [rows[:1]], caches[0], caches[1], torch.tensor([4]), torch.arange(20, 28)[None],
         promote_dst=torch.tensor([19]), lengths=lengths, **arguments,
     )  # fmt: skip
     lengths.zero_()
     commit_kv(
-        [rows[1:]], [rows[1:]], *step, torch.tensor([2]), torch.arange(8)[None],
+        [rows[1:]], [rows[1:]], caches[0], caches[1], torch.tensor([2]), torch.arange(8)[None],
         promote_dst=torch.tensor([-1]), lengths=lengths, **arguments,
     )  # fmt: skip
     assert lengths.tolist() == [2] and torch.equal(cache[0], rows[1, 0]) and torch.equal(cache[39], rows[1, 1])

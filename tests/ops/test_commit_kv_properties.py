@@ -19,7 +19,7 @@ R, HKV, D, H = 4, 2, 3, 5
 EXTREMES = [-(2**63), -(2**31), -1, 2**31 - 1, 2**63 - 1]
 PATTERN = torch.arange(HKV * D).view(HKV, D) / 64
 bounded = hypothesis.settings(
-    max_examples=30 if INTERPRETED else 300, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    max_examples=12 if INTERPRETED else 200, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 
 
@@ -58,8 +58,8 @@ class Sequence:
 
 @st.composite
 def rounds(draw: Any) -> list[list[tuple[int, bool]]]:
-    """Rounds of (count, live) for each of 1 to 4 requests; histories have room for three rounds."""
-    batch = draw(st.integers(1, 4))
+    """Rounds of (count, live) for each of 1 to 3 requests; histories have room for three rounds."""
+    batch = draw(st.integers(1, 3))
     count = st.integers(0, R) | st.sampled_from([*EXTREMES, R + 1])
     return draw(st.lists(st.lists(st.tuples(count, st.booleans()), min_size=batch, max_size=batch), max_size=3))
 

@@ -26,23 +26,24 @@ class CommitConfig:
 MAX_SLOTS = 2**31 - 1
 MAX_ROWS = 32
 """Rows of a request up to which all its reads come before its writes."""
-# not measured: 4,096 elements are 32 a thread; one head of 256 or two of 128 in the source's rounds of eight rows
-_TILE = 4096
-# 256 would spill on sm_80
-_SCAN = 128
+# not measured: 8 KB are 16 registers a thread; two heads of 256 in the source's rounds of eight bf16 rows
+_TILE = 8192
+# rows x writes that are compared at once; 256 writes for eight rows would spill on sm_80
+_COMPARED = 1024
 _COLUMNS = 1024
 
 
-def commit_config(width: int, heads: int, dim: int, copied: bool, interpreted: bool) -> CommitConfig:
+def commit_config(width: int, heads: int, dim: int, itemsize: int, copied: bool, interpreted: bool) -> CommitConfig:
     """The knobs for requests of `width` rows of `heads` heads of `dim` elements; `copied`: none is computed on."""
     rows = min(_power(width), MAX_ROWS)
     if interpreted:
         # interpreted programs cost by their number
         return CommitConfig(rows, _power(heads), 256, 4096, 4)
     # rows in fp32 take twice the registers: whole tiles would spill on sm_80
-    tile = _TILE if copied else _TILE // 2
+    tile = _TILE // max(itemsize, 2) // (1 if copied else 2)
     group = max(1, min(_power(heads), tile // (rows * _power(dim))))
-    return CommitConfig(rows, group, _SCAN, _COLUMNS, 8 if rows * group * _power(dim) > tile else 4)
+    warps = 8 if rows * group * _power(dim) > tile else 4
+    return CommitConfig(rows, group, min(128, _COMPARED // rows), _COLUMNS, warps)
 
 
 def _power(size: int) -> int:
@@ -74,17 +75,26 @@ def _variant(
     rounds: bool = True,
     rotary: int = 0,
     norm: bool = False,
+    index: str = "i64",
+    live: bool = False,
 ) -> Variant:
     """`rounds`: with pending slot and scratch, else the rows alone."""
-    config = commit_config(width, heads, dim, not (fp8 or norm or rotary), False)
-    absent = ["live_ptr"]
+    size = {"fp64": 8, "fp32": 4}.get(dtype, 2)
+    config = commit_config(width, heads, dim, size, not (fp8 or norm or rotary), False)
+    absent = [] if live else ["live_ptr"]
     absent += [] if rounds else ["pending_ptr", "promote_ptr", "scratch_ptr"]
     absent += [] if hidden else ["hidden_ptr", "next_ptr", "lengths_ptr"]
     absent += [] if fp8 else ["k_scales", "v_scales"]
     absent += [] if norm else ["k_norms"]
     absent += [] if rotary else ["cos_sin_ptr", "positions_ptr"]
-    types: dict[str, str | tuple[str, ...]] = dict.fromkeys(_VECTORS.split(), "*i64")
-    types |= {"hidden_ptr": f"*{dtype}", "next_ptr": f"*{dtype}", "error_ptr": "*i32", "cos_sin_ptr": "*fp32"}
+    types: dict[str, str | tuple[str, ...]] = dict.fromkeys(_VECTORS.split(), f"*{index}")
+    types |= {
+        "hidden_ptr": f"*{dtype}",
+        "next_ptr": f"*{dtype}",
+        "error_ptr": "*i32",
+        "live_ptr": "*i1",
+        "cos_sin_ptr": "*fp32",
+    }
     types |= {n: (f"*{dtype}",) * layers for n in ("rows_k", "rows_v")}
     types |= {n: ("*u8" if fp8 else f"*{dtype}",) * layers for n in ("k_caches", "v_caches")}
     types |= dict.fromkeys(_STRIDES.split(), ("i32",))
@@ -118,6 +128,7 @@ def variants() -> tuple[Variant, ...]:
     return (
         _variant("mtp", 1, 2, 256, hidden=True, page_size=16),
         _variant("mtp_slots", 1, 2, 256, hidden=True),
+        _variant("mtp_live_i32", 1, 2, 256, hidden=True, page_size=16, index="i32", live=True),
         _variant("mtp_fp8", 1, 2, 256, hidden=True, page_size=16, fp8="e4m3"),
         _variant("mtp_norm_rope", 1, 2, 256, hidden=True, page_size=16, norm=True, rotary=64),
         _variant("drafter5_norm_rope", 5, 8, 128, norm=True, rotary=128, **drafter),
@@ -126,5 +137,8 @@ def variants() -> tuple[Variant, ...]:
         _variant("drafter8_fp8", 8, 4, 128, fp8="e4m3", norm=True, rotary=128, **drafter),
         _variant("target48_4", 48, 4, 128, **drafter),
         _variant("target48_8", 48, 8, 128, rounds=False),
+        _variant("prefill256", 5, 8, 128, width=256, **drafter),
+        _variant("prefill256_norm_rope", 1, 2, 256, width=256, norm=True, rotary=64, **drafter),
+        _variant("mtp_fp32", 1, 2, 256, hidden=True, dtype="fp32", norm=True, rotary=64),
         _variant("target64_8_fp8", 64, 8, 128, rounds=False, fp8="e4m3"),
     )

@@ -55,7 +55,9 @@ def commit_kv(
         return
     copied = (rows_k[0].dtype, rows_v[0].dtype) == (k_caches[0].dtype, v_caches[0].dtype)
     copied = copied and k_scale is None and v_scale is None and k_norm is None and cos_sin is None
-    config = commit_config(width, heads, max(dim_k, dim_v), copied, not processors(valid.device))
+    config = commit_config(
+        width, heads, max(dim_k, dim_v), rows_k[0].element_size(), copied, not processors(valid.device)
+    )
     tiles = -(-width // config.rows)
     columns = min(config.columns, max(16, 1 << (hidden_size - 1).bit_length())) if hidden_size else 16
     parts = max(1, -(-hidden_size // columns))
