@@ -139,35 +139,63 @@ def supports(name: str, *inputs: Any, **keywords: Any) -> str | None:
     """
     op = _OPS.get(name)
     if op is None:
+        if name.removesuffix("_out") in _OPS:
+            return f"{name}: ask for {name.removesuffix('_out')!r}, whose inputs it takes"
         return f"no op named {name!r}; known: {', '.join(registered())}"
     try:
-        inputs, keywords = _unpacked(op, inputs, keywords)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    arguments = op.functional._schema.arguments
-    given = dict(zip((a.name for a in arguments), inputs, strict=False))
-    unknown = (set(keywords) - {a.name for a in arguments}) | (set(keywords) & set(given))
-    if unknown or len(inputs) > len(arguments):
-        return f"{', '.join(sorted(unknown)) or 'inputs'}: given twice or not among the arguments of {name}"
-    given |= keywords
-    values = []
-    for argument in arguments:
-        value = given.get(argument.name, argument.default_value)
-        kind = str(argument.type)
-        if argument.name not in given and not argument.has_default_value() and kind != "Tensor":
-            return f"{argument.name}: is missing"
-        if kind == "Tensor" and not isinstance(value, torch.Tensor):
-            return f"{argument.name}: is {_kind(value)}, must be a tensor"
-        if kind == "Optional[Tensor]" and not isinstance(value, torch.Tensor | None):
-            return f"{argument.name}: is {_kind(value)}, must be a tensor or None"
-        if kind in _SCALARS and not isinstance(value, _SCALARS[kind]):
-            return f"{argument.name}: is {value!r}, must be {kind}"
-        values.append(value)
-    try:
+        values = _taken(op, *_unpacked(op, inputs, keywords))
         op.check(*values)
         return backends.refusal(name, _device(values), values)
     except (ValueError, TypeError, backends.BackendUnavailable) as error:
         return str(error)
+
+
+def _taken(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
+    """Values of all arguments as the dispatcher passes them on; raises what names the one it does not take."""
+    arguments = op.functional._schema.arguments
+    positional = [a.name for a in arguments if not a.kwarg_only]
+    unknown = (set(keywords) - {a.name for a in arguments}) | (set(keywords) & set(positional[: len(inputs)]))
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))}: given twice or not among the arguments of {op.name}")
+    if len(inputs) > len(positional):
+        rest = [a.name for a in arguments[len(positional) :]]
+        then = f"; {', '.join(rest)} go by keyword" if rest else ""
+        raise TypeError(f"inputs: {len(inputs)} given by position, {op.name} takes {len(positional)}{then}")
+    given = dict(zip(positional, inputs, strict=False)) | keywords
+    try:
+        with _StopAt(op):
+            op.functional(*inputs, **keywords)
+    except _Reached as reached:
+        inputs, keywords = reached.args
+        given = dict(zip(positional, inputs, strict=False)) | keywords
+        return [given.get(a.name, a.default_value) for a in arguments]
+    except (RuntimeError, TypeError) as error:
+        for argument in arguments:
+            reason = _refused(argument, given)
+            if reason is not None:
+                raise TypeError(f"{argument.name}: {reason}") from None
+        # the dispatcher's first line names the argument, the others repeat the schema
+        raise TypeError(str(error).partition("\n")[0]) from None
+    raise AssertionError(f"{op.name}: the dispatcher did not reach it")
+
+
+def _refused(argument: Any, given: dict[str, Any]) -> str | None:
+    """Why one argument of a call that the dispatcher refused may not be what it is; None: it may."""
+    kind = str(argument.type)
+    if argument.name not in given:
+        if argument.has_default_value():
+            return None
+        return "is missing, must be a tensor" if kind == "Tensor" else "is missing"
+    value = given[argument.name]
+    inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+    or_none = " or None" if inner != kind else ""
+    if value is None and or_none:
+        return None
+    if inner == "Tensor" and not isinstance(value, torch.Tensor):
+        return f"is {_kind(value)}, must be a tensor{or_none}"
+    if inner in _SCALARS and not isinstance(value, _SCALARS[inner]):
+        return f"is {value!r}, must be {inner}{or_none}"
+    return None
 
 
 def takes_packed(*kinds: type) -> Callable[[_Function], _Function]:

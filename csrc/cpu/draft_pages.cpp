@@ -36,7 +36,7 @@ void one_table(const DraftPages& args, int64_t b) {
   const int64_t row = args.pool ? index_at(args.pool, b) : b, given = index_at(args.ctx_len, b);
   const int64_t capacity = args.slots ? columns : columns * page_size;
   const bool live = given > 0 && row >= 0 && row < args.source.size[0];
-  const bool fits = live && given <= capacity - args.block_slots;
+  const bool fits = live && given <= capacity - args.block_slots, refused = live && !fits;
   const int64_t context = fits ? given : 0;
   int64_t start = std::max<int64_t>(context - args.window, 0);
   if (args.valid_from) {
@@ -44,8 +44,8 @@ void one_table(const DraftPages& args, int64_t b) {
   }
   start = std::min(start, context);
   const int64_t first = start / page_size, length = context - first * page_size;
-  args.draft_len.row<int32_t>(b)[0] = static_cast<int32_t>(length);
-  args.kv_skip.row<int32_t>(b)[0] = live && !fits ? -1 : static_cast<int32_t>(start % page_size);
+  args.draft_len.row<int32_t>(b)[0] = refused ? -1 : static_cast<int32_t>(length);
+  args.kv_skip.row<int32_t>(b)[0] = refused ? -1 : static_cast<int32_t>(start % page_size);
 
   const int64_t width = args.draft_table.size[1], to_step = args.draft_table.stride[1];
   const int64_t used = fits ? std::min(width, (length + args.block_slots + page_size - 1) / page_size) : 0;

@@ -1,4 +1,4 @@
-"""Bad arguments of the T1 path are named, whatever they are instead."""
+"""Bad arguments of the T1 path and of attention are named; `supports` says what a call would."""
 
 from __future__ import annotations
 
@@ -192,6 +192,51 @@ def test_supports_takes_what_the_function_takes(name: str) -> None:
     op, inputs, keywords, message = SUPPORTED[name]
     reason = dmtp_kernels.supports(op, *inputs, **keywords)
     assert reason is None if message is None else str(reason).startswith(message)
+
+
+ATTENTION: tuple[torch.Tensor, ...] = (
+    torch.zeros(1, 2, 2, 8),
+    *(torch.zeros(3, 4, 1, 8) for _ in range(2)),
+    torch.zeros(1, 2, dtype=torch.int32),
+    torch.zeros(1, dtype=torch.int32),
+)
+NOT_TAKEN: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "positions": ((ATTENTION[1], ATTENTION[2]), {}, "inputs: 7 given by position, block_attention takes 5; block_k, "),
+    "int": ((), {"window": 3.0}, "window: is 3.0, must be int or None"),
+    "text": ((), {"window": "3"}, "window: is '3', must be int or None"),
+    "float": ((), {"scale": "1"}, "scale: is '1', must be float or None"),
+    "str": ((), {"window_ref": None}, "window_ref: is None, must be str"),
+    "tensor": ((), {"k_scale": 0.5}, "k_scale: is a float, must be a tensor or None"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TAKEN)
+def test_supports_refuses_what_the_call_refuses(name: str) -> None:
+    inputs, keywords, reason = NOT_TAKEN[name]
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.ops.dmtp.block_attention(*ATTENTION, *inputs, **keywords)
+    assert str(dmtp_kernels.supports("block_attention", *ATTENTION, *inputs, **keywords)).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"window": np.int64(3)}, {"window": torch.tensor(3)}, {"scale": 1}, {"scale": np.float32(1)}, {"block_causal": 1}],
+    ids=str,
+)
+def test_supports_takes_the_scalars_that_the_call_takes(keywords: dict[str, Any]) -> None:
+    torch.ops.dmtp.block_attention(*ATTENTION, **keywords)
+    assert dmtp_kernels.supports("block_attention", *ATTENTION, **keywords) is None
+
+
+def test_supports_names_what_is_wrong_in_a_list() -> None:
+    reason = dmtp_kernels.supports("commit_kv", [torch.zeros(1, 1, 1, 8), 3], *([[]] * 3), *ATTENTION[3:])
+    assert reason is not None and "\n" not in reason and "Tensor" in reason
+
+
+def test_supports_of_an_out_form_names_the_form_to_ask_for() -> None:
+    reason = dmtp_kernels.supports("block_attention_out", *ATTENTION)
+    assert reason == "block_attention_out: ask for 'block_attention', whose inputs it takes"
+    assert str(dmtp_kernels.supports("nothing_out")).startswith("no op named 'nothing_out'")
 
 
 def test_numbers_of_numpy_are_taken() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from dmtp_kernels.ops.block_attention import block_attention
 from dmtp_kernels.ops.draft_pages import draft_page_table, draft_page_table_from_slots, draft_table_width
 
 KERNEL_OPS = ("draft_page_table", "draft_page_table_from_slots")
@@ -33,7 +34,7 @@ def by_loops(
     if ctx_len <= 0:
         return [0] * width, 0, 0
     if ctx_len + block_slots > len(row) * page_size:
-        return [0] * width, 0, -1
+        return [0] * width, -1, -1
     wanted = [p for p in range(ctx_len) if p >= valid_from and p >= ctx_len - window]
     start = wanted[0] if wanted else ctx_len
     first = next(j for j in range(len(row) + 1) if (j + 1) * page_size > start)
@@ -55,7 +56,7 @@ def test_every_length_matches_the_loops(window: int, page_size: int, block_slots
     options: dict[str, Any] = {"window": window, "page_size": page_size, "block_slots": block_slots}
     for valid_from in (None, valid):
         got = from_pages(table, ctx_len, valid_from=valid_from, **options)
-        width = draft_table_width(window, page_size, block_slots)
+        width = min(draft_table_width(window, page_size, block_slots), pages)
         assert got.draft_table.shape == (len(lengths), width)
         assert {t.dtype for t in got} == {torch.int32}
         for b, length in enumerate(lengths):
@@ -103,13 +104,33 @@ def test_row_077_block_past_the_table_is_refused() -> None:
     wide[:, 1:10] = table_of(2, 9)
     options: dict[str, Any] = {"window": 64, "page_size": 16, "block_slots": 8}
     nine = from_pages(wide[:, 1:10], torch.tensor([124, 137]), **options)
-    assert nine.kv_skip.tolist() == [60 % 16, -1] and nine.draft_len[1] == 0 and (nine.draft_table[1] == 0).all()
+    assert nine.kv_skip.tolist() == [60 % 16, -1] and nine.draft_len[1] == -1 and (nine.draft_table[1] == 0).all()
     assert (nine.draft_table[0, :6] == wide[0, 4:10]).all() and (nine.draft_table < 2**20).all()
     eight = from_pages(wide[:, 1:9], torch.tensor([120, 124]), **options)
     assert eight.kv_skip.tolist() == [56 % 16, -1]
     # a token-slot table ends where its rows end, in mid-page too
     slots = slots_of(table_of(2, 9), 16)[:, :130]
     assert from_slots(slots, torch.tensor([122, 123]), **options).kv_skip.tolist() == [58 % 16, -1]
+
+
+def test_row_077_a_refused_row_attends_to_nothing() -> None:
+    # with a length of 0 it would attend its block alone, and nobody would notice
+    generator = torch.Generator().manual_seed(3)
+    cache, block = (torch.randn(*n, 2, 16, generator=generator) for n in ((40, 16), (2, 8)))
+    table = table_of(2, 9)
+    ctx_len = torch.tensor([136, 140])
+    got = from_pages(table, ctx_len, window=64, page_size=16, block_slots=8)
+    out, lse = block_attention(
+        torch.randn(2, 8, 4, 16, generator=generator),
+        cache,
+        cache,
+        got.draft_table,
+        got.draft_len,
+        block_k=block,
+        block_v=block,
+        valid_from=got.kv_skip,
+    )
+    assert lse[0].isfinite().all() and (out[1] == 0).all() and (lse[1] == -torch.inf).all()
 
 
 def test_row_083_valid_from_moves_the_start() -> None:
@@ -187,7 +208,21 @@ def test_row_175_empty_batch_and_empty_tables(columns: int) -> None:
         got = op(torch.zeros(0, columns, dtype=torch.int64), none, window=8, page_size=4)
         assert [t.shape[0] for t in got] == [0, 0, 0]
     got = from_pages(torch.zeros(2, 0, dtype=torch.int64), torch.tensor([0, 3]), window=8, page_size=4)
-    assert got.kv_skip.tolist() == [0, -1] and (got.draft_table == 0).all()
+    assert got.kv_skip.tolist() == got.draft_len.tolist() == [0, -1] and got.draft_table.shape == (2, 0)
+
+
+def test_default_width_ends_where_the_source_does() -> None:
+    # a window without a limit has no column the source lacks; nothing depends on lengths
+    table, ctx_len = table_of(2, 6), torch.tensor([41, 1])
+    for window in (48, 2**31 - 1):
+        got = from_pages(table, ctx_len, window=window, page_size=8, block_slots=7)
+        assert got.draft_table.tolist() == [table[0].tolist(), [int(table[1, 0]), 0, 0, 0, 0, 0]]
+        slots = from_slots(slots_of(table, 8)[:, :48], ctx_len, window=window, page_size=8, block_slots=7)
+        assert all(torch.equal(a, b) for a, b in zip(slots, got, strict=True))
+        # a last page of which the source has one slot is a column too
+        ragged = from_slots(slots_of(table, 8)[:, :41], torch.tensor([41, 1]), window=window, page_size=8)
+        assert ragged.draft_table.shape == (2, 6)
+    assert from_pages(table, ctx_len, window=8, page_size=8).draft_table.shape == (2, 2)
 
 
 def test_width_is_enough_and_tight() -> None:

@@ -37,8 +37,8 @@ def draft_page_table(
         window: context rows that stay visible, at least 0.
         page_size: rows per page.
         block_slots: block rows that follow the context in the cache (0: the block's KV is passed dense).
-        width: columns of the result, default `draft_table_width(window, page_size, block_slots)`; a narrower table is
-            accepted down to MP.
+        width: columns of the result, default `min(draft_table_width(window, page_size, block_slots), MP)`, which is
+            also the least.
         valid_from: `[B]` int32/int64, first context row ever written.
 
     Returns:
@@ -46,7 +46,8 @@ def draft_page_table(
         and of `block_slots` rows after it follow; unused columns are 0, and so is an id below 0 or above 2^31 - 1.
         `draft_len = ctx_len - (start // page_size) * page_size` is the context length in the new table's rows;
         `kv_skip = start % page_size` of those rows come before the window and must be skipped. Inert rows are all 0.
-        A row whose `ctx_len + block_slots` exceeds `MP * page_size` is refused: zeros, and `kv_skip` -1.
+        A row whose `ctx_len + block_slots` exceeds `MP * page_size` is refused: a table of zeros, `draft_len` and
+        `kv_skip` -1, and `block_attention` answers 0 for it.
 
     Raises:
         ValueError, TypeError: a shape, dtype, device or size is wrong, or `width` too small; the message names the
@@ -86,8 +87,8 @@ def draft_page_table_from_slots(
         req_pool_indices: `[B]` int32/int64, row of each request (default: 0..B-1, then R must be at least B). An
             index outside `[0, R)` makes the row inert.
 
-    The other arguments, the result and the errors are those of `draft_page_table`; a row is refused when
-    `ctx_len + block_slots` exceeds `max_len`.
+    The other arguments, the result and the errors are those of `draft_page_table`, with
+    `MP = ceil(max_len / page_size)`; a row is refused when `ctx_len + block_slots` exceeds `max_len`.
     """
     return DraftPages(
         *DRAFT_PAGE_TABLE_FROM_SLOTS.functional(

@@ -37,7 +37,9 @@ def draft_page_table_kernel(
 
     if tile == 0:
         skip = tl.where(refused, -1, start - first * PAGE_SIZE)
-        tl.store(len_ptr + request * len_stride, length.to(tl.int32))
+        # a length of -1 makes the row inert to attention: with 0 it would attend its block alone
+        rows = tl.where(refused, -1, length)
+        tl.store(len_ptr + request * len_stride, rows.to(tl.int32))
         tl.store(skip_ptr + request * skip_stride, skip.to(tl.int32))
 
     column = tile.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)

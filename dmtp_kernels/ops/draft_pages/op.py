@@ -23,10 +23,10 @@ def draft_table_width(window: int, page_size: int, block_slots: int = 0) -> int:
 
 
 def _check_width(columns: int, window: int, page_size: int, block_slots: int, width: int | None) -> None:
-    needed = min(draft_table_width(window, page_size, block_slots), columns)
-    if width is not None and width < needed:
+    needed = draft_table_width(window, page_size, block_slots)
+    if width is not None and width < min(needed, columns):
         raise ValueError(
-            f"width: is {width}, must be at least {needed} for window {window}, page_size {page_size}, "
+            f"width: is {width}, must be at least {min(needed, columns)} for window {window}, page_size {page_size}, "
             f"block_slots {block_slots} and {columns} pages a row"
         )
 
@@ -81,7 +81,10 @@ def _check_from_slots(
     )
 
 
-def _result(batch: int, width: int) -> list[Shape]:
+def _result(batch: int, columns: int, window: int, page_size: int, block_slots: int, width: int | None) -> list[Shape]:
+    if width is None:
+        # a row that fits its source has no page beyond the source's; sym_min keeps `columns` symbolic under compile
+        width = torch.sym_min(draft_table_width(window, page_size, block_slots), columns)
     return [((batch, width), torch.int32), ((batch,), torch.int32), ((batch,), torch.int32)]
 
 
@@ -94,7 +97,7 @@ def _shapes(
     width: int | None,
     valid_from: torch.Tensor | None,
 ) -> list[Shape]:
-    return _result(ctx_len.shape[0], draft_table_width(window, page_size, block_slots) if width is None else width)
+    return _result(ctx_len.shape[0], page_table.shape[1], window, page_size, block_slots, width)
 
 
 def _shapes_from_slots(
@@ -107,7 +110,8 @@ def _shapes_from_slots(
     width: int | None,
     valid_from: torch.Tensor | None,
 ) -> list[Shape]:
-    return _result(ctx_len.shape[0], draft_table_width(window, page_size, block_slots) if width is None else width)
+    columns = -(-req_to_token.shape[1] // page_size)
+    return _result(ctx_len.shape[0], columns, window, page_size, block_slots, width)
 
 
 _OUTS = ("draft_table", "draft_len", "kv_skip")

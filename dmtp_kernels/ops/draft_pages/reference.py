@@ -83,7 +83,7 @@ def _plan(
     length = ctx - first * page_size
     column = torch.arange(draft_table.shape[1], device=ctx.device)
     used = (column * page_size < (length + block_slots)[:, None]) & (live & fits)[:, None]
-    draft_len.copy_(length)
+    draft_len.copy_(torch.where(refused, -1, length))
     kv_skip.copy_(torch.where(refused, -1, start % page_size))
     return used, first[:, None] + column
 

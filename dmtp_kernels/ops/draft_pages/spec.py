@@ -40,15 +40,14 @@ def _slots(
     return make
 
 
-def _floor(batch: int, window: int, page_size: int, block_slots: int, width: int | None, *rows: Any) -> int:
-    columns = draft_table_width(window, page_size, block_slots) if width is None else width
-    return nbytes(*rows) + batch * (columns * 4 + 8)
+def _floor(batch: int, entries: int, width: int | None, *rows: Any) -> int:
+    return nbytes(*rows) + batch * ((entries if width is None else width) * 4 + 8)
 
 
 def _floor_paged(page_table: Any, ctx_len: Any, window: int, page_size: int, slots: int, width: Any, skip: Any) -> int:
     entries = min(draft_table_width(window, page_size, slots), page_table.shape[1])
     loads = page_table.shape[0] * entries * page_table.element_size()
-    return loads + _floor(ctx_len.shape[0], window, page_size, slots, width, ctx_len, skip)
+    return loads + _floor(ctx_len.shape[0], entries, width, ctx_len, skip)
 
 
 def _floor_slots(
@@ -56,7 +55,7 @@ def _floor_slots(
 ) -> int:
     entries = min(draft_table_width(window, page_size, slots), -(-table.shape[1] // page_size))
     loads = ctx_len.shape[0] * entries * table.element_size()
-    return loads + _floor(ctx_len.shape[0], window, page_size, slots, width, ctx_len, rows, skip)
+    return loads + _floor(ctx_len.shape[0], entries, width, ctx_len, rows, skip)
 
 
 PAGED = Spec(
