@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._spec import Case, Spec, nbytes
+from dmtp_kernels.ops._spec import Case, Spec, Traffic, nbytes
 
 
 def _prefix_case(batch: int, rows: int, dtype: torch.dtype, num_stop: int, ragged: bool) -> Any:
@@ -121,3 +121,34 @@ BLOCK = Spec(
 )
 
 SPECS = (PREFIX, REJECTION, BLOCK)
+
+_FULL, _CUT = 248_320, 16_384
+_PART = 4 * 8  # bytes that a part of 2,048 entries of a row leaves, and 16 of its draft
+
+
+def _rows_bytes(candidates: torch.Tensor, target_logits: torch.Tensor, *rest: torch.Tensor | None) -> int:
+    parts = target_logits.shape[2] // 2048
+    draft = rest[5]
+    drafted = 0 if draft is None else nbytes(draft) + draft.shape[0] * draft.shape[1] * parts * 16
+    requests = nbytes(rest[0], rest[4])
+    return nbytes(target_logits) + drafted + requests + target_logits.shape[0] * target_logits.shape[1] * parts * _PART
+
+
+def _sampled_traffic(op: str, dtype: torch.dtype, dense: bool) -> Traffic:
+    def inputs(generator: torch.Generator) -> tuple[Any, ...]:
+        made = list(_sampled_case(2, 8, _CUT, dtype=dtype, dense=dense)(generator))
+        made[2], made[6] = torch.ones(2), torch.full((2,), 9)  # sampled, with a budget
+        return tuple(made)
+
+    case = Case(f"b2_{'dense' if dense else 'one_hot'}", f"a vocabulary of {_FULL} cut to {_CUT}", inputs)
+    # how many rows the other launches read is for the draws to say
+    names = ("decide", "race", "finish", *(("surplus",) if op == "accept_block" else ()))
+    others = dict.fromkeys(f"accept_{name}_kernel" for name in names)
+    return Traffic(op, case, {"accept_rows_kernel": _rows_bytes, **others}, scale=_FULL / _CUT)
+
+
+TRAFFIC = (
+    _sampled_traffic("accept_rejection", torch.float32, True),
+    _sampled_traffic("accept_rejection", torch.bfloat16, False),
+    _sampled_traffic("accept_block", torch.bfloat16, True),
+)

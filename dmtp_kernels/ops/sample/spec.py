@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._spec import Case, Spec, nbytes
+from dmtp_kernels.ops._spec import Case, Spec, Traffic, nbytes
 
 
 def _case(
@@ -73,3 +73,22 @@ SAMPLE = Spec(
 )
 
 SPECS = (SAMPLE,)
+
+_FULL, _CUT = 248_320, 16_384
+_PART = 8 + 8 + 8 + 4  # bytes that a part of 2,048 entries leaves
+
+
+def _race_bytes(logits: torch.Tensor, temperature: torch.Tensor, *rest: torch.Tensor | None) -> int:
+    keyed = sum(nbytes(t) for t in (temperature, rest[0], rest[1]))
+    return nbytes(logits) + keyed + logits.shape[0] * (logits.shape[1] // 2048) * _PART
+
+
+def _rows_of(rows: int, dtype: torch.dtype) -> Traffic:
+    name = f"r{rows}_{str(dtype).removeprefix('torch.')}"
+    case = Case(name, f"a vocabulary of {_FULL} cut to {_CUT}", _case(rows, _CUT, dtype=dtype))
+    # what the second launch reads are the parts and one logit of each
+    floors = {"sample_race_kernel": _race_bytes, "sample_finish_kernel": None}
+    return Traffic("sample_rows", case, floors, scale=_FULL / _CUT)
+
+
+TRAFFIC = (_rows_of(8, torch.float32), _rows_of(8, torch.bfloat16), _rows_of(64, torch.bfloat16))
