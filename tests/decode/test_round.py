@@ -15,7 +15,6 @@ from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.decode.request import Request
 from tests.decode.engine_cases import REQUESTS, engine_of, prompt
 
-
 VIEWS = ("aten::slice.Tensor", "aten::alias", "aten::unsqueeze")
 
 
