@@ -8,7 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dmtp_kernels.bench.attention import Problem, Shape
+from dmtp_kernels.backends import choose, unavailable
+from dmtp_kernels.bench.attention import Problem, Shape, bench_attention
 from dmtp_kernels.bench.measure import medians, readers
 from dmtp_kernels.bench.t1 import Stage, bench_t1, runs
 from dmtp_kernels.cli import app
@@ -70,7 +71,7 @@ def test_report_in_json() -> None:
     assert CliRunner().invoke(app, [*command, "--entries", "int8"]).stdout.count("int8") == 2
 
 
-@pytest.mark.parametrize("window", [None, 20, 300])
+@pytest.mark.parametrize("window", [None, 0, 20, 300])
 def test_attention_entries_compute_the_same(window: int | None) -> None:
     problem = Problem(Shape(B=3, history=77, S=5, Hq=6, Hkv=2, D=32, P=4, window=window), CPU)
     torch.testing.assert_close(problem.op(), problem.eager(), rtol=2e-2, atol=2e-2)
@@ -81,12 +82,15 @@ def test_attention_entries_compute_the_same(window: int | None) -> None:
 
 def test_attention_report_in_json() -> None:
     command = ["bench", "block_attention", "--batch", "2", "--history", "40,90", "--heads", "4,2", "--dim", "16"]
-    result = CliRunner().invoke(app, [*command, "--rounds", "2", "--entries", "op", "--json"])
+    # rows carry the names that --entries takes
+    named = [e for e in ("reference", "cpu") if unavailable("block_attention", e, CPU) is None]
+    command += ["--rounds", "2", "--json"]
+    result = CliRunner().invoke(app, [*command, "--entries", ",".join((*named, "cuda"))])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    backend = report["backend"]
+    assert list(report["skipped"]) == ["cuda"]
     assert [(c["shape"]["history"], c["entry"]) for c in report["cases"]] == [
-        (h, e) for h in (40, 90) for e in (backend, "eager")
+        (h, e) for h in (40, 90) for e in (*named, "eager")
     ]
     assert all(c["op"] == "block_attention" and c["ms"] > 0 and c["share_of_bandwidth"] > 0 for c in report["cases"])
     for arguments, message in (
@@ -98,6 +102,13 @@ def test_attention_report_in_json() -> None:
     ):
         result = CliRunner().invoke(app, [*command, *arguments])
         assert result.exit_code != 0 and message in result.output
+
+
+def test_attention_without_entries_times_what_the_op_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmtp_kernels.bench.attention.compiled", lambda _: (None, "no compiler"))
+    report = bench_attention([Shape(B=1, history=9, Hq=2, Hkv=1, D=8)], rounds=1)
+    assert [c["entry"] for c in report["cases"]] == [choose("block_attention", CPU), "eager"]
+    assert report["skipped"] == {"compiled": "no compiler"}
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,17 @@ from dmtp_kernels.ops.block_attention import block_attention
 from dmtp_kernels.ops.block_attention.spec import SPEC
 
 OP = "block_attention"
-ENTRIES = ("op", "eager", "compiled")
-"""`op` appears in reports by the backend that runs it: `cpu`, `triton`."""
+BASELINES = ("eager", "compiled")
+ENTRIES = (*backends.NAMES, *BASELINES)
+"""The op by the backend that runs it, and the two chains it replaces."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """B requests of S queries over `history` context rows in pages of P; `window` None: all of them, block causal."""
+    """B requests of S queries over `history` context rows in pages of P.
+
+    `window` rows of the context are seen and the block both ways; None: the whole context, block causal.
+    """
 
     B: int
     history: int
@@ -34,8 +38,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: is {value}, must be at least 1")
+            least = 0 if name == "window" else 1
+            if value is not None and value < least:
+                raise ValueError(f"{name}: is {value}, must be at least {least}")
         if self.Hq % self.Hkv != 0:
             raise ValueError(f"Hq: is {self.Hq}, must be a multiple of Hkv, {self.Hkv}")
 
@@ -100,7 +105,7 @@ class Problem:
 
 def bench_attention(
     shapes: Sequence[Shape],
-    entries: Sequence[str] = ENTRIES,
+    entries: Sequence[str] | None = None,
     rounds: int = 15,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
@@ -108,7 +113,8 @@ def bench_attention(
 
     Args:
         shapes: each is a group of its own.
-        entries: among `ENTRIES`; `eager` is always run, as the yardstick.
+        entries: among `ENTRIES`, default the backend that the op uses, `eager` and `compiled`; `eager` always runs, as
+            the yardstick.
         rounds: timed rounds, interleaved over the entries.
         device: default CPU.
 
@@ -118,15 +124,16 @@ def bench_attention(
     Raises:
         ValueError: an unknown entry, or a size below 1.
     """
-    unknown = [e for e in entries if e not in ENTRIES]
+    device = device or torch.device("cpu")
+    wanted = (backends.choose(OP, device), *BASELINES) if entries is None else entries
+    unknown = [e for e in wanted if e not in ENTRIES]
     if unknown:
         raise ValueError(f"entries: has {unknown[0]!r}, must be among {', '.join(ENTRIES)}")
-    device = device or torch.device("cpu")
     skipped: dict[str, str] = {}
 
     def group(shape: Shape) -> tuple[list[dict[str, Any]], float]:
         problem = Problem(shape, device)
-        found = runs(problem, [*dict.fromkeys((*entries, "eager"))], skipped)
+        found = runs(problem, [*dict.fromkeys((*wanted, "eager"))], skipped)
         return compare(OP, asdict(shape), found, lambda _: problem.bytes(), rounds, device)
 
     return {**report(OP, map(group, shapes), rounds, device), "skipped": skipped}
@@ -136,14 +143,25 @@ def runs(problem: Problem, entries: Sequence[str], skipped: dict[str, str]) -> d
     """What each entry runs; one that cannot be built is named in `skipped` with the reason."""
     found: dict[str, Callable[[], object]] = {}
     for entry in entries:
-        if entry == "op":
-            found[backends.choose(OP, problem.q.device)] = problem.op
-        elif entry == "eager":
-            found[entry] = problem.eager
+        run, reason = _run(problem, entry)
+        if run is None:
+            skipped[entry] = str(reason)
         else:
-            built, reason = compiled(problem.eager)
-            if built is None:
-                skipped[entry] = str(reason)
-            else:
-                found[entry] = built
+            found[entry] = run
     return found
+
+
+def _run(problem: Problem, entry: str) -> tuple[Callable[[], object] | None, str | None]:
+    if entry == "eager":
+        return problem.eager, None
+    if entry == "compiled":
+        return compiled(problem.eager)
+    reason = backends.unavailable(OP, entry, problem.q.device)
+    if reason is not None:
+        return None, reason
+
+    def forced() -> torch.Tensor:
+        with backends.use_backend(entry, OP):
+            return problem.op()
+
+    return forced if entry != backends.choose(OP, problem.q.device) else problem.op, None

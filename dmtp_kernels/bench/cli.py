@@ -46,9 +46,19 @@ def attention(
     heads: Annotated[str, typer.Option(help="query and kv heads")] = "16,2",
     dim: Annotated[int, typer.Option(help="head dimension")] = 256,
     slots: Annotated[int, typer.Option(help="queries a request, which are also the rows of its block")] = 8,
-    window: Annotated[int, typer.Option(help="rows before the anchor that are seen, 0 = all, block causal")] = 0,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="rows before the anchor that are seen, block both ways", show_default="all of them, block causal"
+        ),
+    ] = None,
     page_size: Annotated[int, typer.Option(help="rows of a page")] = 16,
-    entries: Annotated[str, typer.Option(help=f"among {', '.join(attention_entries)}")] = ",".join(attention_entries),
+    entries: Annotated[
+        str | None,
+        typer.Option(
+            help=f"among {', '.join(attention_entries)}", show_default="the backend that runs, eager, compiled"
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="timed rounds, interleaved over the entries")] = 15,
     threads: Annotated[int, typer.Option(help="CPU threads, 0 = torch's own choice")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -60,11 +70,11 @@ def attention(
     if len(counts) != 2:
         raise ValueError(f"heads: is {heads!r}, must be two numbers: query and kv heads")
     shapes = [
-        Shape(b, h, slots, counts[0], counts[1], dim, page_size, window or None)
+        Shape(b, h, slots, counts[0], counts[1], dim, page_size, window)
         for b in _whole_numbers("batch", batch)
         for h in _whole_numbers("history", history)
     ]
-    report = bench_attention(shapes, entries.split(","), rounds, where)
+    report = bench_attention(shapes, None if entries is None else entries.split(","), rounds, where)
     _show(report, ("B", "history"), as_json)
 
 

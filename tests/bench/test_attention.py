@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dmtp_kernels import backends
-from dmtp_kernels.bench.attention import ENTRIES, OP, Problem, Shape, runs
+from dmtp_kernels.bench.attention import BASELINES, OP, Problem, Shape, runs
 from tests.bench.test_t1 import DEVICE, _no_poison, device_clock, replayed
 
 __all__ = ["_no_poison"]  # the fixture of the other file holds here too
@@ -21,7 +21,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", [backends.choose(OP, DEVICE), *BASELINES])
 @pytest.mark.benchmark(timer=device_clock, min_rounds=7, warmup=False)
 def test_block_attention(benchmark: Any, entry: str, shape: str) -> None:
     problem = Problem(SHAPES[shape], DEVICE)
@@ -31,7 +31,7 @@ def test_block_attention(benchmark: Any, entry: str, shape: str) -> None:
         pytest.skip(skipped[entry])
     benchmark.group = f"{OP} {shape}"
     benchmark.extra_info["device"] = str(DEVICE)
-    benchmark.extra_info["backend"] = backends.choose(OP, DEVICE) if entry == "op" else "torch"
+    benchmark.extra_info["backend"] = "torch" if entry in BASELINES else entry
     benchmark.extra_info["floor_mb"] = problem.bytes() / 1e6
     (run,) = found.values()
     benchmark(replayed(run))
