@@ -111,6 +111,8 @@ class Seating:
         grants: dict[Seat, list[tuple[int, int, int]]] = {}
         for seat in sorted(self.seats, key=lambda s: s.order):
             rows = min(seat.known + self.ahead, limit(seat))
+            if rows <= self._covered(seat):
+                continue
             while seat in self.seats and not self._suffices(seat, rows):
                 newest = max(self.seats, key=lambda s: s.order)
                 self.leave(newest)
@@ -127,6 +129,10 @@ class Seating:
             refresh(self.stack, view)
             self._stale = False
         return view
+
+    def _covered(self, seat: Seat) -> int:
+        """Rows that a seat has pages for in every cache; 0 once it left."""
+        return min((len(p) * self.stack.cache(o).page_size for o, p in seat.pages.items()), default=0)
 
     def _missing(self, seat: Seat, rows: int) -> dict[str, int]:
         return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dmtp_kernels.decode.caches import PagedCache, pages_for
 from dmtp_kernels.decode.method import METHODS, Method
@@ -38,11 +38,12 @@ class Stack:
     verification: str = "target"
     mtp_steps: int = 1
 
-    @property
-    def owners(self) -> tuple[str, ...]:
-        """Owners of the caches there are, in the order in which `advance_round` has their page tables."""
+    owners: tuple[str, ...] = field(init=False)
+    """Owners of the caches there are, in the order in which `advance_round` has their page tables."""
+
+    def __post_init__(self) -> None:
         caches = {"target": self.target_cache, "drafter": self.drafter_cache, "mtp": self.mtp_cache}
-        return tuple(name for name, cache in caches.items() if cache is not None)
+        self.owners = tuple(name for name, cache in caches.items() if cache is not None)
 
     def cache(self, owner: str) -> PagedCache:
         """The cache of one of the `owners`."""
