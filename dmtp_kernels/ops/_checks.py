@@ -25,11 +25,13 @@ def check_tensor(
     """Check rank, sizes and dtype of one tensor.
 
     `shape` holds ints (exact), None (any) or symbol names; a symbol is bound at its first use in `symbols` and must
-    agree afterwards, so the error can say which symbol disagreed, and with `like` (symbol -> the argument that bound
-    it) with what.
+    agree afterwards, so the error can say which symbol disagreed, and with `like` (symbol, or `dtype` -> the argument
+    that bound it) with what.
     """
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: dtype is {tensor.dtype}, must be one of {', '.join(str(d) for d in dtypes)}")
+        choice = "one of " if len(dtypes) > 1 else ""
+        wanted = ", ".join(str(d) for d in dtypes) + _source(like, "dtype")
+        raise TypeError(f"{name}: dtype is {tensor.dtype}, must be {choice}{wanted}")
     sizes = tensor.shape  # a new object at every access
     if len(sizes) != len(shape):
         wanted = ", ".join("*" if s is None else str(s) for s in shape)
@@ -43,12 +45,16 @@ def check_tensor(
                 symbols[want] = got
                 continue
             if got != symbols[want]:
-                source = f" like {like[want]}" if like and want in like else ""
+                source = _source(like, want)
                 raise ValueError(f"{name}: dimension {axis} ({want}) is {got}, must be {symbols[want]}{source}")
         elif got != want:
             raise ValueError(f"{name}: dimension {axis} is {got}, must be {want}")
     if last_contiguous and sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: last dimension has stride {tensor.stride(-1)}, must be contiguous (stride 1)")
+
+
+def _source(like: Mapping[str, str] | None, symbol: str) -> str:
+    return f" like {like[symbol]}" if like and symbol in like else ""
 
 
 def check_same_device(first: str, device: torch.device, **tensors: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dmtp_kernels
+from dmtp_kernels.ops.block_attention import block_attention
 from dmtp_kernels.ops.lm_head import (
     canonical_dot,
     combine_keys,
@@ -208,6 +209,39 @@ NOT_TAKEN: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "str": ((), {"window_ref": None}, "window_ref: is None, must be str"),
     "tensor": ((), {"k_scale": 0.5}, "k_scale: is a float, must be a tensor or None"),
 }
+
+
+BLOCK = torch.zeros(1, 2, 1, 8)
+ATTENTION_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "q": ({"q": None}, "q: is a NoneType, must be a tensor"),
+    "table": ({"page_table": [[0, 1]]}, "page_table: is a list, must be a tensor"),
+    "scale": ({"k_scale": "1"}, "k_scale: is '1', must be a number"),
+    "codes": (
+        {"k_cache": torch.zeros(3, 4, 1, 8, dtype=torch.uint8)},
+        "k_cache: dtype is torch.uint8, fp8 codes must come as k_cache.view(torch.float8_e4m3fn)",
+    ),
+    "heads first": (
+        {name: torch.zeros(3, 1, 4, 8) for name in ("k_cache", "v_cache")},
+        "q: has 2 heads, must be a multiple of the 4 of k_cache, which is (3, 1, 4, 8) and must be [pages, P, Hkv, D]",
+    ),
+    "heads first, block": (
+        {name: torch.zeros(3, 1, 2, 8) for name in ("k_cache", "v_cache")} | {"block_k": BLOCK, "block_v": BLOCK},
+        "block_k: has 1 heads, must have the 2 of k_cache, which is (3, 1, 2, 8) and must be [pages, P, Hkv, D]",
+    ),
+    "dtype": (
+        {"block_k": BLOCK.half(), "block_v": BLOCK},
+        "block_k: dtype is torch.float16, must be torch.float32 like q",
+    ),
+    "pages": ({"v_cache": torch.zeros(2, 4, 1, 8)}, "v_cache: dimension 0 (pages) is 2, must be 3 like k_cache"),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_FAULTS)
+def test_attention_names_what_is_wrong(name: str) -> None:
+    change, message = ATTENTION_FAULTS[name]
+    arguments: dict[str, Any] = dict(zip(("q", "k_cache", "v_cache", "page_table", "ctx_len"), ATTENTION, strict=True))
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        block_attention(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("name", NOT_TAKEN)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from dmtp_kernels.ops._checks import check_real
 from dmtp_kernels.ops.block_attention.op import BLOCK_ATTENTION
 
 
@@ -38,7 +39,8 @@ def block_attention(
 ) -> Attention:
     """Attention of S query slots per request over its paged context and its own block.
 
-    For decoding: it has no backward.
+    For decoding: it has no backward. Where q requires grad outside `torch.no_grad()`, out carries a grad_fn that warns
+    and gives no gradient.
 
     Positions are row numbers of the page table: context row p lies at page `page_table[b, p // P]`, offset `p % P`;
     block row r has position `ctx_len[b] + r`. The block has Sb rows and the queries are its last S, so query s has
@@ -76,6 +78,15 @@ def block_attention(
 
     Source: masks of the DMTP description, section 6.2; README.md beside this file lists the public rules they cover.
     """
+    for name, tensor in (
+        ("q", q),
+        ("k_cache", k_cache),
+        ("v_cache", v_cache),
+        ("page_table", page_table),
+        ("ctx_len", ctx_len),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: is a {type(tensor).__name__}, must be a tensor")
     return Attention(
         *BLOCK_ATTENTION.functional(
             q,
@@ -91,15 +102,16 @@ def block_attention(
             block_causal=block_causal,
             valid_from=valid_from,
             scale=scale,
-            k_scale=_as_tensor(k_scale, q.device),
-            v_scale=_as_tensor(v_scale, q.device),
+            k_scale=_as_tensor("k_scale", k_scale, q.device),
+            v_scale=_as_tensor("v_scale", v_scale, q.device),
             soft_cap=soft_cap,
             sink=sink,
         )
     )
 
 
-def _as_tensor(scale: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | None:
+def _as_tensor(name: str, scale: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | None:
     if scale is None or isinstance(scale, torch.Tensor):
         return scale
+    check_real(name, scale)
     return torch.full((), float(scale), dtype=torch.float32, device=device)

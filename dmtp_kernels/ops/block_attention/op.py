@@ -11,6 +11,8 @@ from dmtp_kernels.ops._checks import FLOAT_DTYPES, INDEX_DTYPES, check_choice, c
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WINDOW_REFS = ("anchor", "query")
+_LIKE = {"D": "q", "P": "k_cache", "pages": "k_cache", "Hkv": "k_cache"}
+_BLOCK_LIKE = {**_LIKE, "dtype": "q", "B": "q", "Sb": "block_k"}
 
 
 def _check(
@@ -34,21 +36,25 @@ def _check(
 ) -> None:
     sizes: dict[str, int] = {}
     check_tensor("q", q, ["B", "S", "Hq", "D"], FLOAT_DTYPES, sizes)
-    check_tensor("k_cache", k_cache, ["pages", "P", "Hkv", "D"], (q.dtype, *FP8_DTYPES), sizes)
-    check_tensor("v_cache", v_cache, ["pages", "P", "Hkv", "D"], (q.dtype, *FP8_DTYPES), sizes)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype == torch.uint8:
+            raise TypeError(f"{name}: dtype is torch.uint8, fp8 codes must come as {name}.view(torch.float8_e4m3fn)")
+        check_tensor(name, cache, ["pages", "P", "Hkv", "D"], (q.dtype, *FP8_DTYPES), sizes, like=_LIKE)
     for name, symbol in (("q", "Hq"), ("q", "D"), ("k_cache", "P"), ("k_cache", "Hkv")):
         if sizes[symbol] < 1:
             raise ValueError(f"{name}: {symbol} is {sizes[symbol]}, must be at least 1")
     if sizes["Hq"] % sizes["Hkv"] != 0:
-        raise ValueError(f"q: has {sizes['Hq']} heads, must be a multiple of k_cache's {sizes['Hkv']}")
+        raise ValueError(f"q: has {sizes['Hq']} heads, must be a multiple of {_heads_of(k_cache)}")
     check_tensor("page_table", page_table, ["B", "MP"], INDEX_DTYPES, sizes)
     check_tensor("ctx_len", ctx_len, ["B"], INDEX_DTYPES, sizes)
     if (block_k is None) != (block_v is None):
         missing, given = ("block_k", "block_v") if block_k is None else ("block_v", "block_k")
         raise ValueError(f"{missing}: is None, must be given together with {given}")
     if block_k is not None and block_v is not None:
-        check_tensor("block_k", block_k, ["B", "Sb", "Hkv", "D"], (q.dtype,), sizes)
-        check_tensor("block_v", block_v, ["B", "Sb", "Hkv", "D"], (q.dtype,), sizes)
+        for name, block in (("block_k", block_k), ("block_v", block_v)):
+            if block.dim() == 4 and block.shape[2] != sizes["Hkv"]:
+                raise ValueError(f"{name}: has {block.shape[2]} heads, must have {_heads_of(k_cache)}")
+            check_tensor(name, block, ["B", "Sb", "Hkv", "D"], (q.dtype,), sizes, like=_BLOCK_LIKE)
         if sizes["Sb"] < sizes["S"]:
             raise ValueError(f"block_k: has {sizes['Sb']} rows, must have at least the {sizes['S']} of q")
     for name, tensor in (("block_len", block_len), ("valid_from", valid_from)):
@@ -83,6 +89,11 @@ def _check(
         v_scale=v_scale,
         sink=sink,
     )
+
+
+def _heads_of(k_cache: torch.Tensor) -> str:
+    # a cache with heads before rows shows here first
+    return f"the {k_cache.shape[2]} of k_cache, which is {tuple(k_cache.shape)} and must be [pages, P, Hkv, D]"
 
 
 def _check_scale(name: str, factor: torch.Tensor, sizes: dict[str, int]) -> None:
