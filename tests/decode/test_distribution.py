@@ -37,7 +37,7 @@ def exact_distribution() -> torch.Tensor:
 
 
 @torch.no_grad()
-def sampled_counts(method: str, runs: int, verification: str = "target") -> torch.Tensor:
+def sampled_counts(method: str, runs: int, verification: str = "target", mtp_steps: int = 1) -> torch.Tensor:
     """How often each continuation came out of `runs` runs with seeds 0, 1, ..."""
     page_size = 8
     pages = pages_for(len(PROMPT) + TOKENS + 2 * MAX_ROWS, page_size)
@@ -48,6 +48,7 @@ def sampled_counts(method: str, runs: int, verification: str = "target") -> torc
         page_size=page_size,
         max_batch=BATCH,
         verification=verification,
+        mtp_steps=mtp_steps,
     )
     counts = torch.zeros(VALID**TOKENS, dtype=torch.int64)
     for start in range(0, runs, BATCH):
@@ -60,6 +61,8 @@ def sampled_counts(method: str, runs: int, verification: str = "target") -> torc
         state.temperature.fill_(1.0)
         state.seed.copy_(torch.arange(start, start + BATCH))
         state.budget.fill_(TOKENS)
+        state.mtp_steps.copy_(torch.arange(BATCH) % mtp_steps + 1)
+        state.recent.copy_(state.mtp_steps - 0.5)
         first = prefill(stack, state, torch.tensor(PROMPT).expand(BATCH, -1), chunk=4)
         assert first is not None
         tokens = torch.full((BATCH, TOKENS), -1)
@@ -113,9 +116,9 @@ def test_a_wrong_acceptance_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert p_value(sampled_counts("dmtp", RUNS // 2)) < 0.001
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_sampled_drafts_match_the_target(verification: str) -> None:
-    assert p_value(sampled_counts("dmtp", RUNS // 2, verification)) > 0.001
+@pytest.mark.parametrize(("verification", "mtp_steps"), [("rejection", 1), ("block", 1), ("block", 3)])
+def test_sampled_drafts_match_the_target(verification: str, mtp_steps: int) -> None:
+    assert p_value(sampled_counts("dmtp", RUNS // 2, verification, mtp_steps)) > 0.001
 
 
 def test_a_wrong_draft_distribution_fails(monkeypatch: pytest.MonkeyPatch) -> None:
