@@ -56,6 +56,7 @@ class Soak:
         checkpoint, method: as the engine takes them; requests are greedy.
         seed: of the plan.
         max_batch, num_pages, page_size, max_tokens: as the engine takes them. Few pages make preemptions.
+        more: further options of the engine.
     """
 
     def __init__(
@@ -68,10 +69,11 @@ class Soak:
         num_pages: int = 22,
         page_size: int = 4,
         max_tokens: int = 64,
+        **more: Any,
     ) -> None:
         self.rng = random.Random(seed)
         options: dict[str, Any] = {"max_tokens": max_tokens, "page_size": page_size, "prefill_chunk": 16}
-        self.engine = Engine(checkpoint, method, max_batch=max_batch, num_pages=num_pages, **options)
+        self.engine = Engine(checkpoint, method, max_batch=max_batch, num_pages=num_pages, **options, **more)
         self._plain = Engine(checkpoint, "autoregressive", max_batch=1, **options)
         self._checkpoint = checkpoint
         self.vocabulary = self.engine.stack.target.config.num_valid

@@ -130,3 +130,14 @@ def test_a_wrong_draft_distribution_fails(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(rounds, "accept_rejection", uniform)
     assert p_value(sampled_counts("dmtp", RUNS // 4, "rejection")) < 0.001
+
+
+def test_chain_tokens_judged_by_the_drafters_distribution_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge = rounds.merge_chain
+
+    def unmerged(stack: Any, state: Any, tokens: Any) -> Any:
+        state.work.chain_probabilities = []
+        return merge(stack, state, tokens)
+
+    monkeypatch.setattr(rounds, "merge_chain", unmerged)
+    assert p_value(sampled_counts("dmtp", RUNS // 4, "block", 3)) < 0.001
