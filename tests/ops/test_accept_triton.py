@@ -82,6 +82,29 @@ def test_rows_in_parts_decide_as_the_reference(
     assert all(torch.equal(a[0], b[2]) for a, b in zip(rule(**one), got, strict=True))
 
 
+def test_block_chances_of_a_shorter_prefix() -> None:
+    """The last candidate is impossible, so the draw of the first decides against h_1 = S_1 / (S_1 + 1 - P_1)."""
+    batch, vocab = 24, 6
+    generator = torch.Generator().manual_seed(11)
+    q = torch.softmax(torch.randn(batch, 2, vocab, generator=generator), dim=2)
+    logits = torch.randn(batch, 3, vocab, generator=generator)
+    logits[:, 1, 5] = -torch.inf
+    drafts = torch.multinomial(q[:, 0], 1, generator=generator)
+    candidates = torch.cat((torch.zeros_like(drafts), drafts, torch.full_like(drafts, 5)), dim=1)
+    arguments = {
+        "temperature": torch.ones(batch),
+        "seed": torch.arange(batch),
+        "position": torch.arange(batch),
+        "stop_ids": torch.zeros(0, dtype=torch.int64),
+        "budget": torch.full((batch,), 9),
+        "draft_probs": q,
+    }
+    with use_backend("reference"):
+        want = accept_block(candidates, logits, **arguments)
+    assert want.accept_len.unique().tolist() == [0, 1]
+    assert equal(accept_block(candidates, logits, **arguments), want)
+
+
 def test_prefix_is_one_launch() -> None:
     ids = torch.tensor([[0, 5, 6], [0, 5, 7]]).repeat(20, 1)
     target = torch.tensor([[5, 6, 7], [5, 6, 7]]).repeat(20, 1)

@@ -154,6 +154,16 @@ def test_top_k_and_top_p_keep_the_pinned_sets() -> None:
     assert kept(top_k=2, top_p=0.5) == [0] and kept(top_k=2, top_p=0.6) == [0, 2]
 
 
+def test_equal_entries_are_cut_by_id() -> None:
+    logits = torch.zeros(12, 9)
+    for kept in (
+        {"top_k": torch.full((12,), 2)},
+        {"top_p": torch.full((12,), 0.2)},
+        {"top_k": torch.full((12,), 4), "top_p": torch.full((12,), 0.3)},
+    ):
+        assert _sample(logits, **kept).token.unique().tolist() == [0, 1]
+
+
 @LAW
 def test_filtered_draws_follow_the_renormalised_law() -> None:
     p = np.array([0.4, 0.1, 0.3, 0.05, 0.15])

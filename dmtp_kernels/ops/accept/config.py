@@ -169,6 +169,8 @@ def variants() -> tuple[Variant, ...]:
         *_sampled_variants("fp32", "dense", False, block=False),
         *_sampled_variants("fp32", "dense", True, block=True),
         *_sampled_variants("bf16", "dense", True, block=False),
+        *_sampled_variants("bf16", "dense", False, block=False),
+        *_sampled_variants("bf16", "dense", False, block=True),
         *_sampled_variants("bf16", "onehot", False, block=False),
         *_sampled_variants("bf16", "listed", False, block=False),
         *_sampled_variants("bf16", "listed", True, block=True),
