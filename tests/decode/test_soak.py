@@ -16,14 +16,14 @@ from dmtp_kernels.testing.soak import Soak
 from tests.decode.engine_cases import CHECKPOINT
 
 
-@pytest.mark.parametrize(("method", "count"), [("dmtp", 150), ("context_fusion", 60), ("mtp3", 60)])
+@pytest.mark.parametrize(("method", "count"), [("dmtp", 120), ("context_fusion", 40), ("mtp3", 40)])
 def test_rows_098_099_102_110_111_soak(method: str, count: int) -> None:
     """20,000 rounds were run once (README.md of the loop has the figures); here a few hundred."""
     figures = Soak(CHECKPOINT, method, seed=1, page_size=3 if method == "mtp3" else 4).run(count)
     assert figures.failures == []
     assert figures.rounds >= count
-    assert min(figures.completed, figures.tokens, figures.sat_out) > 0
-    if count == 150:
+    assert min(figures.completed, figures.accepted, figures.sat_out) > 0
+    if count == 120:
         assert min(figures.aborted, figures.preempted, figures.ran_short, figures.broken) > 0
 
 
@@ -100,7 +100,7 @@ def _swapped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 PLANTED = {
     "a page with two owners": (_twice_owned, "pages"),
     "pages granted a round late": (_late_grants, "an error that nobody planted"),
-    "grants that do not arrive": (_grants_lost, "the table of request"),
+    "grants that do not arrive": (_grants_lost, "request"),
     "a late result given to the row's new owner": (_late_result_to_a_new_owner, "request"),
     "a page kept when its request leaves": (_leaking_leave, "in use"),
     "indices of the row that was there before": (_stale_index_after_a_move, "request"),
