@@ -58,16 +58,15 @@ LAYOUTS: dict[str, Any] = {
 def test_layouts_of_engines(layout: str) -> None:
     # the block in the cache, so that rows of all layouts are read past the context too
     want = block_attention(Q, K, V, TABLE, CTX_LEN, block_causal=True)
-    got = block_attention(Q, *LAYOUTS[layout](), CTX_LEN, block_causal=True)
+    k, v, table = LAYOUTS[layout]()
+    got = block_attention(Q, k, v, table, CTX_LEN, block_causal=True)
     assert want.lse.isfinite().all()
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=0 if "slot" not in layout else 1e-6)
 
 
 def test_codes_kept_as_bytes() -> None:
-    codes = [x.to(torch.float8_e4m3fn) for x in (K, V)]
-    want = block_attention(Q, *(c.float() for c in codes), TABLE, CTX_LEN, k_scale=0.5, v_scale=2.0)
-    stored = [c.view(torch.uint8) for c in codes]
-    got = block_attention(
-        Q, *(c.view(torch.float8_e4m3fn) for c in stored), TABLE, CTX_LEN, k_scale=0.5, v_scale=torch.tensor(2.0)
-    )
+    k, v = (x.to(torch.float8_e4m3fn) for x in (K, V))
+    want = block_attention(Q, k.float(), v.float(), TABLE, CTX_LEN, k_scale=0.5, v_scale=2.0)
+    k, v = (x.view(torch.uint8).view(torch.float8_e4m3fn) for x in (k, v))
+    got = block_attention(Q, k, v, TABLE, CTX_LEN, k_scale=0.5, v_scale=torch.tensor(2.0))
     torch.testing.assert_close(got.out, want.out, rtol=1e-6, atol=1e-6)
