@@ -4,6 +4,7 @@ Importing registers the op schemas under `torch.ops.dmtp`; it touches no driver,
 """
 
 from dmtp_kernels._library import supports
+from dmtp_kernels._warmup import CompileDuringCapture, warmup
 from dmtp_kernels.backends import BackendUnavailable, use_backend
 from dmtp_kernels.ops import (  # noqa: F401  importing a family registers its schemas
     accept,
@@ -17,4 +18,4 @@ from dmtp_kernels.ops import (  # noqa: F401  importing a family registers its s
 )
 
 __version__ = "0.1.0"
-__all__ = ["BackendUnavailable", "__version__", "supports", "use_backend"]
+__all__ = ["BackendUnavailable", "CompileDuringCapture", "__version__", "supports", "use_backend", "warmup"]

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from dmtp_kernels._warmup import refuse_compiling_in_capture
+
 NAMES = ("cuda", "triton", "cpu", "reference", "flash")
 
 
@@ -137,6 +139,8 @@ def implementation(op: str, device: torch.device) -> Callable[..., None]:
     function = _loaded.get((op, backend))
     if function is None:
         module, _, attribute = _implementations[op][backend].partition(":")
+        if backend == "triton":
+            refuse_compiling_in_capture()
         function = _loaded[op, backend] = getattr(importlib.import_module(module), attribute)
     return function
 

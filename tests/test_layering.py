@@ -14,12 +14,13 @@ import dmtp_kernels
 
 ROOT = Path(dmtp_kernels.__file__).parent
 PACKAGE = "dmtp_kernels"
-CORE = {"_library", "backends"}
+CORE = {"_library", "_warmup", "backends"}
 
 # part of the package -> parts it may import besides itself; "" is the package's own __init__
 ALLOWED: dict[str, set[str]] = {
     "_library": {"backends"},
-    "backends": {"_build", "_C"},
+    "backends": {"_build", "_C", "_warmup"},
+    "_warmup": set(),
     "_build": set(),
     "ops": CORE,
     "models": {"", *CORE, "ops"},

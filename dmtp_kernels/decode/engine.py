@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dmtp_kernels.decode.caches import pages_for
+from dmtp_kernels.decode.graphs import GraphRunner, graph_sizes
 from dmtp_kernels.decode.method import Method
 from dmtp_kernels.decode.prefill import prefill
 from dmtp_kernels.decode.readback import Landing, Readback
 from dmtp_kernels.decode.request import Completion, Event, FinishReason, Request
-from dmtp_kernels.decode.round import RoundResult, decode_round
+from dmtp_kernels.decode.round import decode_round
 from dmtp_kernels.decode.seating import Seat, Seating
 from dmtp_kernels.decode.stack import MAX_ROWS, Stack, build_stack, get_method
 from dmtp_kernels.decode.state import MAX_STOP_IDS, BatchState
@@ -57,6 +59,9 @@ class Engine:
         mtp_steps: most candidates that MTP proposes before the drafter continues; how many of them a request uses
             follows its recent acceptance. 1 leaves T2.. to the drafter.
         prefix_cache: must be False; the error says why.
+        graphs: rounds as CUDA graphs, `exact` for one set per request count, `padded` for buckets of counts; None runs
+            them eagerly. Without CUDA the same stages run eagerly at the same sizes. `warmup` captures them, at the
+            latest the first `step`.
 
     Raises:
         ValueError: a size is out of range, or the checkpoint lacks the method's weights.
@@ -75,6 +80,7 @@ class Engine:
         verification: str = "target",
         mtp_steps: int = 1,
         prefix_cache: bool = False,
+        graphs: str | None = None,
     ) -> None:
         self.method = get_method(method) if isinstance(method, str) else method
         for name, value in (("max_batch", max_batch), ("page_size", page_size), ("prefill_chunk", prefill_chunk)):
@@ -103,7 +109,8 @@ class Engine:
         self.state = BatchState.create(self.stack, max_batch, max_pages)
         self.seating = Seating(self.stack, self.state, max_batch)
         self.completions: dict[int, Completion] = {}
-        self.round_function: Callable[[Stack, BatchState], RoundResult] = decode_round
+        self.graphs = None if graphs is None else GraphRunner(self.stack, self.state, graph_sizes(graphs, max_batch))
+        self.round_function: Callable[[Stack, BatchState], Any] = self.graphs or decode_round
         self.rounds = self.preemptions = 0
         self._readback = Readback(max_batch, self.stack.rows, self.device)
         self._waiting: deque[int] = deque()
@@ -168,8 +175,19 @@ class Engine:
         self._waiting.append(request_id)
         self.preemptions += 1
 
+    def warmup(self, *, progress: bool = False) -> None:
+        """Compile and, with `graphs`, capture everything a round launches, before the first request joins.
+
+        Raises:
+            RuntimeError: a request has joined already.
+        """
+        runner = self.graphs or GraphRunner(self.stack, self.state, graph_sizes("exact", self.max_batch))
+        runner.warmup(progress=progress, capture=self.graphs is not None)
+
     def step(self) -> list[Event]:
         """Admit what fits, launch one round, and return what the round before it produced."""
+        if self.graphs is not None and not self.graphs.ready:
+            self.warmup()
         events = self.admit()
         for seat in self.seating.grow(self._total):
             self._waiting.appendleft(seat.request_id)

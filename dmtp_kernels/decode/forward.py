@@ -21,6 +21,9 @@ def causal_attend(
 
     The new rows are appended to `rows`.
     """
+    if tail is not None:
+        # inert rows have no slots of their own, and may have anything
+        tail = tail.clamp(0, len(cache.flat_k[0]) - 1)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows.k.append(k)

@@ -1,0 +1,82 @@
+"""Rounds captured into CUDA graphs: replay equals eager, whatever joined, left or ran before."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dmtp_kernels.decode.engine import Engine
+from dmtp_kernels.decode.graphs import GROUPS
+from dmtp_kernels.decode.request import Request
+from dmtp_kernels.testing.models import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+MAX_BATCH = 32
+
+
+def _engine(graphs: str | None, method: str) -> Engine:
+    checkpoint = tiny_checkpoint(7)
+    for module in checkpoint.modules().values():
+        module.to("cuda")
+    return Engine(checkpoint, method, max_batch=MAX_BATCH, max_tokens=96, page_size=8, prefill_chunk=16, graphs=graphs)
+
+
+def _requests(count: int, seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request(
+            tuple(rng.randrange(19) for _ in range(rng.randint(1, 30))),
+            rng.randint(1, 40),
+            temperature=rng.choice((0.0, 0.7, 1.0)),
+            seed=i,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("method", ["dmtp", "dflash", "mtp4"])
+@pytest.mark.parametrize("mode", ["exact", "padded"])
+@torch.no_grad()
+def test_replay_equals_eager(method: str, mode: str) -> None:
+    """Rows 141, 142, 145, 146, 158: joins, leaves and aborts at random, the same moments for both."""
+    outputs = []
+    for graphs in (None, mode):
+        engine = _engine(graphs, method)
+        rng = random.Random(5)
+        for request in _requests(120, 3):
+            engine.submit(request)
+        captures = None
+        while engine.busy:
+            engine.step()
+            if engine.live and rng.random() < 0.05:
+                engine.abort(rng.choice(engine.live))
+            if engine.graphs is not None:
+                assert captures in (None, engine.graphs.captures)
+                captures = engine.graphs.captures
+                assert captures == len(GROUPS) * len(engine.graphs.sizes)
+        outputs.append([tuple(c.tokens) for c in engine.completions.values()])
+    assert outputs[0] == outputs[1]
+
+
+@torch.no_grad()
+def test_results_of_one_size_survive_rounds_of_another() -> None:
+    """Row 142 (vllm#53520): what a graph returned is not the scratch of another graph of the pool."""
+    engine = _engine("exact", "dmtp")
+    runner = engine.graphs
+    assert runner is not None
+    engine.warmup()
+    for request in _requests(8, 1):
+        engine.submit(request)
+    engine.step()
+    kept = [t.clone() for t in runner._results[8]]
+    for size in (1, 2, 4, 32):
+        view = runner._views[size]
+        saved = {n: t.clone() for n, t in engine.state._tensors().items()}
+        engine.state.budget.fill_(0)
+        runner(engine.stack, view)
+        for name, tensor in engine.state._tensors().items():
+            tensor.copy_(saved[name])
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(kept, runner._results[8], strict=True))
