@@ -124,11 +124,10 @@ class Seating:
 
     def round_view(self) -> BatchState:
         """The live rows, ready for a round."""
-        view = self._views[len(self.seats)]
         if self._stale:
-            refresh(self.stack, view)
+            refresh(self.stack, self.state)  # rows behind the live ones too: a padded round runs them
             self._stale = False
-        return view
+        return self._views[len(self.seats)]
 
     def _covered(self, seat: Seat) -> int:
         """Rows that a seat has pages for in every cache; 0 once it left."""
