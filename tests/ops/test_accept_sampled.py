@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,71 +16,35 @@ from dmtp_kernels.ops.accept import (
     RUNNING,
     STOPPED,
     UNDECIDED,
-    SampledAcceptance,
     accept_block,
     accept_prefix,
     accept_rejection,
 )
 from dmtp_kernels.ops.sample import philox
+from tests.ops.accept_cases import INF, MANY, NAN, RULES, Rule, call, certain, random_round
 from tests.ops.conftest import INTERPRETED
 from tests.ops.philox_keys import LARGEST, SMALLEST, word
 
 KERNEL_OPS = ("accept_rejection", "accept_block")
 EVERY_CAPABILITY = True
-MANY = pytest.mark.skipif(INTERPRETED, reason="needs many requests: test_accept_triton.py has some interpreted")
-
-NAN, INF = float("nan"), float("inf")
-RULES = pytest.mark.parametrize("rule", [accept_rejection, accept_block])
-Rule = Callable[..., SampledAcceptance]
-
-
-def _call(rule: Rule, candidates: Any, logits: torch.Tensor, **overrides: Any) -> SampledAcceptance:
-    candidates = torch.as_tensor(candidates)
-    batch, width, vocab = logits.shape
-    arguments: dict[str, Any] = {
-        "temperature": torch.ones(batch),
-        "seed": torch.arange(batch),
-        "position": torch.arange(batch) * 3,
-        "stop_ids": torch.empty(0, dtype=torch.int64),
-        "budget": torch.full((batch,), width + 1),
-        "draft_probs": torch.full((batch, width - 1, vocab), 1 / vocab),
-    }
-    return rule(candidates, logits, **(arguments | overrides))
-
-
-def _certain(tokens: list[int], vocab: int = 12) -> torch.Tensor:
-    """`[1, R, V]` logits that leave one token per row."""
-    logits = torch.full((1, len(tokens), vocab), -INF)
-    logits[0, torch.arange(len(tokens)), torch.tensor(tokens)] = 0.0
-    return logits
-
-
-def _random(
-    batch: int, seed: int = 0, width: int = 8, vocab: int = 33
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(batch, width, vocab, generator=generator)
-    q = torch.softmax(logits[:, :-1] + 0.3 * torch.randn(batch, width - 1, vocab, generator=generator), dim=2)
-    drafts = torch.multinomial(q.view(-1, vocab), 1, generator=generator).view(batch, width - 1)
-    return torch.cat((torch.zeros(batch, 1, dtype=torch.int64), drafts), dim=1), logits, q
 
 
 @MANY
 @RULES
 def test_greedy_requests_equal_target_only_verification(rule: Rule) -> None:
-    candidates, logits, q = _random(40)
+    candidates, logits, q = random_round(40)
     candidates[:, 1:] = torch.where(torch.rand(40, 7) < 0.8, logits[:, :-1].argmax(dim=2), candidates[:, 1:])
     stops, budget = torch.tensor([3, 4]), torch.arange(40) % 10
     count = torch.arange(40) % 9 - 1
     want = accept_prefix(candidates, logits.argmax(dim=2), stop_ids=stops, budget=budget, num_candidates=count)
     mixed = {"stop_ids": stops, "budget": budget, "num_candidates": count, "draft_probs": q}
-    got = _call(rule, candidates, logits, temperature=torch.zeros(40), **mixed)
+    got = call(rule, candidates, logits, temperature=torch.zeros(40), **mixed)
     assert not got.status.any()
     for a, b in zip(want, got[:5], strict=True):
         assert torch.equal(a, b)
     # rows of a mixed batch do not notice the sampled ones
     temperature = torch.arange(40) % 2 * 0.8
-    part = _call(rule, candidates, logits, temperature=temperature, **mixed)
+    part = call(rule, candidates, logits, temperature=temperature, **mixed)
     for a, b in zip(want, part[:5], strict=True):
         assert torch.equal(a[::2], b[::2])
 
@@ -89,15 +52,15 @@ def test_greedy_requests_equal_target_only_verification(rule: Rule) -> None:
 @RULES
 def test_greedy_ties_go_to_the_lowest_id(rule: Rule) -> None:
     logits = torch.tensor([[[0.0, 2.0, 2.0], [INF, 5.0, INF], [1.0, 1.0, 0.0]]]).double()
-    got = _call(rule, [[0, 1, 0]], logits, temperature=torch.zeros(1))
+    got = call(rule, [[0, 1, 0]], logits, temperature=torch.zeros(1))
     assert got.out_tokens.tolist() == [[1, 0, 0]] and got.accept_len.tolist() == [2] and got.status.tolist() == [0]
-    assert _call(rule, [[0, 2, 0]], logits, temperature=torch.zeros(1)).out_tokens.tolist() == [[1, -1, -1]]
+    assert call(rule, [[0, 2, 0]], logits, temperature=torch.zeros(1)).out_tokens.tolist() == [[1, -1, -1]]
 
 
 @RULES
 def test_stops_budget_and_ragged_counts_cut_sampled_rounds(rule: Rule) -> None:
     tokens = [5, 6, 9, 7, 8, 1]
-    logits, drafts = _certain(tokens), [[0, *tokens[:5]]]
+    logits, drafts = certain(tokens), [[0, *tokens[:5]]]
     q = logits[:, :-1].exp()
     for budget, stops, want, reason in (
         (9, [], tokens, RUNNING),
@@ -107,7 +70,7 @@ def test_stops_budget_and_ragged_counts_cut_sampled_rounds(rule: Rule) -> None:
         (6, [], tokens, LENGTH),
         (0, [9], [], RUNNING),
     ):
-        got = _call(
+        got = call(
             rule,
             drafts,
             logits,
@@ -118,9 +81,9 @@ def test_stops_budget_and_ragged_counts_cut_sampled_rounds(rule: Rule) -> None:
         assert got.out_tokens[0, : got.commit_len.item()].tolist() == want and got.finished.item() == reason
         assert got.accept_len.item() == (5 if budget else 0)  # raw, before the cuts
     for count, m in ((3, 3), (0, 0), (99, 5)):
-        got = _call(rule, drafts, logits, draft_probs=q, num_candidates=torch.tensor([count]))
+        got = call(rule, drafts, logits, draft_probs=q, num_candidates=torch.tensor([count]))
         assert got.accept_len.item() == m and got.out_tokens[0, : m + 1].tolist() == tokens[: m + 1]
-    dead = _call(rule, drafts, logits * NAN, draft_probs=q, num_candidates=torch.tensor([-1]))
+    dead = call(rule, drafts, logits * NAN, draft_probs=q, num_candidates=torch.tensor([-1]))
     assert dead.commit_len.item() == 0 and dead.bonus.item() == -1 and dead.status.item() == 0
 
 
@@ -128,25 +91,25 @@ def test_stops_budget_and_ragged_counts_cut_sampled_rounds(rule: Rule) -> None:
 def test_row_117_rows_that_are_no_distribution_fail_closed(rule: Rule) -> None:
     tokens = [5, 6, 7, 8]
     for fault, bits in ((NAN, NAN_LOGITS + UNDECIDED), (INF, UNDECIDED), (-INF, UNDECIDED)):
-        logits = _certain(tokens).repeat(1, 1, 1)
+        logits = certain(tokens).repeat(1, 1, 1)
         if fault == -INF:
             logits[0, 2] = -INF
         else:
             logits[0, 2, 3] = fault
-        got = _call(rule, [[0, *tokens[:3]]], logits, draft_probs=_certain(tokens)[:, :-1].exp())
+        got = call(rule, [[0, *tokens[:3]]], logits, draft_probs=certain(tokens)[:, :-1].exp())
         assert got.out_tokens.tolist() == [[5, 6, -1, -1]] and got.accept_len.item() == 2
         assert got.status.item() == bits and got.commit_len.item() == 2 and got.bonus.item() == 6
     # faults beyond the decision do not count; a row of one finite entry is certain
-    logits = _certain(tokens)
+    logits = certain(tokens)
     logits[0, 3] = NAN
-    got = _call(rule, [[0, 5, 1, 7]], logits, draft_probs=_certain([5, 1, 7])[:, :3].exp())
+    got = call(rule, [[0, 5, 1, 7]], logits, draft_probs=certain([5, 1, 7])[:, :3].exp())
     assert got.out_tokens.tolist() == [[5, 6, -1, -1]] and got.status.item() == 0
 
 
 @RULES
 def test_row_118_all_nan_rows_never_emit(rule: Rule) -> None:
     logits = torch.full((4, 2, 5) if INTERPRETED else (500, 2, 5), NAN)
-    got = _call(rule, torch.zeros(len(logits), 2, dtype=torch.int64), logits)
+    got = call(rule, torch.zeros(len(logits), 2, dtype=torch.int64), logits)
     assert (got.commit_len == 0).all() and (got.out_tokens == -1).all() and (got.bonus == -1).all()
     assert (got.status == NAN_LOGITS + UNDECIDED).all()
 
@@ -154,9 +117,9 @@ def test_row_118_all_nan_rows_never_emit(rule: Rule) -> None:
 @RULES
 def test_greedy_rows_ignore_nan_but_say_so(rule: Rule) -> None:
     logits = torch.tensor([[[NAN, 1.0, 3.0], [NAN, NAN, NAN]]])
-    got = _call(rule, [[0, 2]], logits, temperature=torch.zeros(1))
+    got = call(rule, [[0, 2]], logits, temperature=torch.zeros(1))
     assert got.out_tokens.tolist() == [[2, -1]] and got.status.item() == NAN_LOGITS + UNDECIDED
-    got = _call(rule, [[0, 1]], logits, temperature=torch.zeros(1))
+    got = call(rule, [[0, 1]], logits, temperature=torch.zeros(1))
     assert got.out_tokens.tolist() == [[2, -1]] and got.status.item() == NAN_LOGITS and got.accept_len.item() == 0
 
 
@@ -167,9 +130,9 @@ def test_row_122_and_138_impossible_and_tiny_candidates(rule: Rule) -> None:
     drafts = torch.tensor([[0, 1]]).expand(trials, 2).contiguous()
     tiny = torch.tensor([1 - 1e-6, 1e-6, 0.0]).log().expand(trials, 2, 3)
     q = torch.tensor([0.0, 1.0, 0.0]).expand(trials, 1, 3)
-    assert _call(rule, drafts, tiny, draft_probs=q).accept_len.sum() <= 2
+    assert call(rule, drafts, tiny, draft_probs=q).accept_len.sum() <= 2
     # half precision q: 1e-9 is stored as 0; nothing is divided by it and the candidate is refused
-    half = _call(rule, drafts, tiny, draft_probs=torch.tensor([1.0, 1e-9, 0.0]).half().expand(trials, 1, 3))
+    half = call(rule, drafts, tiny, draft_probs=torch.tensor([1.0, 1e-9, 0.0]).half().expand(trials, 1, 3))
     assert not half.accept_len.any() and (half.commit_len == 1).all() and not half.status.any()
 
 
@@ -184,7 +147,7 @@ def test_row_122_and_123_the_smallest_and_the_largest_draw(rule: Rule) -> None:
         def kept(p: float, key: dict[str, Any] = key) -> int:
             rows = torch.tensor([[[1 - p, p, 0.0]] * 2], dtype=torch.float64).log()
             certain = torch.tensor([[[0.0, 1.0, 0.0]]], dtype=torch.float64)
-            return int(_call(rule, [[0, 1]], rows, draft_probs=certain, **key).accept_len)
+            return int(call(rule, [[0, 1]], rows, draft_probs=certain, **key).accept_len)
 
         # u lies inside (0, 1): p = 0 is never kept, p = q always, and the threshold is u itself
         assert kept(0.0) == 0 and kept(1.0) == 1
@@ -199,7 +162,7 @@ def test_row_123_residual_draws_at_the_ends_stay_inside_the_support(rule: Rule) 
         rows = torch.full((1, 2, 4), -INF)
         rows[0, :, 1 if index == 0 else 0], rows[0, :, 3] = 0.0, -3.0
         key: dict[str, Any] = {"seed": torch.zeros(1).long(), "position": torch.tensor([position])}
-        got = _call(rule, [[0, 2]], rows, **key)
+        got = call(rule, [[0, 2]], rows, **key)
         assert got.accept_len.item() == 0 and got.out_tokens[0, 0].item() in (0, 1, 3)
 
 
@@ -207,23 +170,23 @@ def test_row_123_residual_draws_at_the_ends_stay_inside_the_support(rule: Rule) 
 @RULES
 def test_row_130_block_and_rejection_differ_on_the_same_round(rule: Rule) -> None:
     # cumprod(p / q) with refusals in between is not the token-wise rule: one of the two would never differ
-    candidates, logits, q = _random(200, seed=3)
-    one = _call(accept_rejection, candidates, logits, draft_probs=q)
-    all_at_once = _call(accept_block, candidates, logits, draft_probs=q)
+    candidates, logits, q = random_round(200, seed=3)
+    one = call(accept_rejection, candidates, logits, draft_probs=q)
+    all_at_once = call(accept_block, candidates, logits, draft_probs=q)
     assert (one.accept_len != all_at_once.accept_len).any()
 
 
 @MANY
 @RULES
 def test_row_127_unproposed_rows_of_q_are_not_read(rule: Rule) -> None:
-    candidates, logits, q = _random(24)
+    candidates, logits, q = random_round(24)
     count = torch.arange(24) % 8
-    want = _call(rule, candidates, logits, draft_probs=q, num_candidates=count)
+    want = call(rule, candidates, logits, draft_probs=q, num_candidates=count)
     beyond = torch.arange(7) >= count[:, None]
     q[beyond], logits = NAN, logits.clone()
     candidates[:, 1:][beyond] = 2**40
     logits[:, 1:][beyond] = NAN
-    got = _call(rule, candidates, logits, draft_probs=q, num_candidates=count)
+    got = call(rule, candidates, logits, draft_probs=q, num_candidates=count)
     for a, b in zip(want, got, strict=True):
         assert torch.equal(a, b)
 
@@ -232,20 +195,20 @@ def test_row_127_unproposed_rows_of_q_are_not_read(rule: Rule) -> None:
 @pytest.mark.parametrize("fault", ["nan", "inf", "negative", "zero"])
 def test_unusable_q_cuts_the_draft_there(rule: Rule, fault: str) -> None:
     tokens = [5, 6, 7, 8]
-    logits = _certain(tokens)
+    logits = certain(tokens)
     q = logits[:, :-1].exp()
     q[0, 1] = {"nan": NAN, "inf": INF, "negative": -1.0, "zero": 0.0}[fault]
-    got = _call(rule, [[0, *tokens[:3]]], logits, draft_probs=q)
+    got = call(rule, [[0, *tokens[:3]]], logits, draft_probs=q)
     assert got.accept_len.item() == 1 and got.out_tokens.tolist() == [[5, 6, -1, -1]] and got.status.item() == BAD_DRAFT
-    assert _call(rule, [[0, *tokens[:3]]], logits, draft_probs=q, temperature=torch.zeros(1)).status.item() == 0
+    assert call(rule, [[0, *tokens[:3]]], logits, draft_probs=q, temperature=torch.zeros(1)).status.item() == 0
 
 
 @MANY
 @RULES
 def test_q_is_normalised(rule: Rule) -> None:
-    candidates, logits, q = _random(64)
-    a = _call(rule, candidates, logits, draft_probs=q)
-    b = _call(rule, candidates, logits, draft_probs=q * 4)
+    candidates, logits, q = random_round(64)
+    a = call(rule, candidates, logits, draft_probs=q)
+    b = call(rule, candidates, logits, draft_probs=q * 4)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -253,16 +216,16 @@ def test_q_is_normalised(rule: Rule) -> None:
 def test_row_137_candidates_outside_the_vocabulary_are_not_proposed(rule: Rule) -> None:
     tokens = [5, 6, 7, 8]
     for bad in (-1, 12, 2**40):
-        got = _call(rule, [[0, 5, bad, 7]], _certain(tokens))
+        got = call(rule, [[0, 5, bad, 7]], certain(tokens))
         assert got.accept_len.item() == 1 and got.out_tokens.tolist() == [[5, 6, -1, -1]] and got.status.item() == 0
 
 
 @RULES
 def test_row_123_and_139_bad_parameters_are_inert(rule: Rule) -> None:
-    logits = _certain([5, 6]).expand(6, 2, 12)
+    logits = certain([5, 6]).expand(6, 2, 12)
     temperature = torch.tensor([NAN, INF, -1.0, 1e-30, 0.0, 1.0])
     top_p = torch.tensor([1.0, 1.0, 1.0, 1.0, NAN, NAN])
-    got = _call(rule, [[0, 5]] * 6, logits, temperature=temperature, top_p=top_p)
+    got = call(rule, [[0, 5]] * 6, logits, temperature=temperature, top_p=top_p)
     assert got.status.tolist() == [BAD_PARAMETER] * 3 + [0, 0, BAD_PARAMETER]
     assert got.commit_len.tolist() == [0, 0, 0, 2, 2, 0] and got.finished.tolist() == [0] * 6
 
@@ -273,13 +236,13 @@ def test_filters_shape_the_target(rule: Rule) -> None:
     trials = 10_000
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     drafts = torch.full((trials, 2), 3)
-    got = _call(rule, drafts, p.log().expand(trials, 2, 4), top_p=torch.full((trials,), 0.75))
+    got = call(rule, drafts, p.log().expand(trials, 2, 4), top_p=torch.full((trials,), 0.75))
     assert not got.accept_len.any()  # id 3 is outside the top-p
     # the draft is fixed at 3, not drawn from q: the residual of p = (.625, .375, 0, 0) over q = 1/4 each
     law = np.bincount(got.out_tokens[:, 0].numpy(), minlength=4) / trials
     np.testing.assert_allclose(law, [0.75, 0.25, 0, 0], atol=0.02)
     assert set(
-        _call(rule, drafts, p.log().expand(trials, 2, 4), top_k=torch.ones(trials, dtype=torch.int64))
+        call(rule, drafts, p.log().expand(trials, 2, 4), top_k=torch.ones(trials, dtype=torch.int64))
         .out_tokens[:, 0]
         .tolist()
     ) == {0}
@@ -288,27 +251,27 @@ def test_filters_shape_the_target(rule: Rule) -> None:
 @MANY
 @RULES
 def test_a_requests_round_does_not_depend_on_the_batch(rule: Rule) -> None:
-    candidates, logits, q = _random(32, vocab=261)
+    candidates, logits, q = random_round(32, vocab=261)
     temperature = torch.arange(32) % 3 * 0.6
     keys = {"seed": torch.arange(32) * 11, "position": torch.arange(32) + 2**35, "top_p": 1.1 - torch.arange(32) / 60}
-    together = _call(rule, candidates, logits, draft_probs=q, temperature=temperature, **keys)
+    together = call(rule, candidates, logits, draft_probs=q, temperature=temperature, **keys)
     assert together.accept_len.unique().numel() > 3
     for b in (0, 1, 5, 31):
         one = slice(b, b + 1)
         part = {k: v[one] for k, v in keys.items()}
-        alone = _call(rule, candidates[one], logits[one], draft_probs=q[one], temperature=temperature[one], **part)
+        alone = call(rule, candidates[one], logits[one], draft_probs=q[one], temperature=temperature[one], **part)
         assert all(torch.equal(x[0], y[b]) for x, y in zip(alone, together, strict=True))
         # a strided view of a wider buffer is the same request
         wide = torch.full((2, 8, 300), NAN)
         wide[1, :, :261] = logits[b]
-        view = _call(rule, candidates[one], wide[1:, :, :261], draft_probs=q[one], temperature=temperature[one], **part)
+        view = call(rule, candidates[one], wide[1:, :, :261], draft_probs=q[one], temperature=temperature[one], **part)
         assert all(torch.equal(x[0], y[b]) for x, y in zip(view, together, strict=True))
 
 
 def test_block_needs_q() -> None:
-    candidates, logits, _ = _random(2)
+    candidates, logits, _ = random_round(2)
     with pytest.raises(ValueError, match="draft_probs: is None"):
-        _call(accept_block, candidates, logits, draft_probs=None)
+        call(accept_block, candidates, logits, draft_probs=None)
 
 
 @RULES
@@ -343,53 +306,6 @@ def test_bad_arguments_are_named(rule: Rule, change: dict[str, Any], kind: type[
         rule(**(arguments | change))
 
 
-def _listed(q: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The `count` largest entries of q as ids and probabilities, and the dense rows that say the same."""
-    probs, ids = q.topk(count, dim=2)
-    return ids, probs, torch.zeros_like(q).scatter(2, ids, probs)
-
-
-@MANY
-@RULES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_shortlist_decides_as_its_dense_rows_do(rule: Rule, dtype: torch.dtype) -> None:
-    candidates, logits, q = _random(200, vocab=70)
-    ids, probs, dense = _listed(q.to(dtype), 9)
-    inside = (candidates[:, 1:, None] == ids).any(dim=2)
-    assert inside.any() and not inside.all()
-    want = _call(rule, candidates, logits, draft_probs=dense)
-    assert want.accept_len.unique().numel() > 2
-    # any order, padding anywhere with any probability, an id split over two entries
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
-    padded = torch.cat((ids[:, :, order], ids[:, :, :2], torch.full_like(ids[:, :, :2], -1)), dim=2)
-    spread = torch.cat((probs[:, :, order], probs[:, :, :2] / 2, probs[:, :, :2] * NAN), dim=2)
-    spread[:, :, :9] = (
-        torch.where((ids[:, :, None, order] == ids[:, :, :2, None]).any(dim=2), 0.5, 1.0) * spread[:, :, :9]
-    )
-    for listed, values in ((ids, probs), (padded, spread), (padded.int(), spread)):
-        got = _call(rule, candidates, logits, draft_probs=values, draft_ids=listed)
-        for a, b in zip(want, got, strict=True):
-            assert torch.equal(a, b)
-
-
-@RULES
-def test_a_shortlist_that_is_no_distribution_cuts_the_draft(rule: Rule) -> None:
-    tokens = [5, 6, 7, 8]
-    ids = torch.tensor([[[5, 1], [6, 1], [7, 1]]])
-    probs = torch.tensor([[[1.0, 0.0]] * 3])
-    assert _call(rule, [[0, 5, 6, 7]], _certain(tokens), draft_probs=probs, draft_ids=ids).accept_len.item() == 3
-    for change_ids, change_probs in (((1, 12), 1.0), ((-1, -1), 1.0), ((6, 1), -1.0), ((6, 1), NAN), ((6, 1), INF)):
-        bad_ids, bad_probs = ids.clone(), probs.clone()
-        bad_ids[0, 1] = torch.tensor(change_ids)
-        bad_probs[0, 1, 1] = change_probs
-        got = _call(rule, [[0, 5, 6, 7]], _certain(tokens), draft_probs=bad_probs, draft_ids=bad_ids)
-        assert (
-            got.accept_len.item() == 1 and got.status.item() == BAD_DRAFT and got.out_tokens[0, :2].tolist() == [5, 6]
-        )
-    empty = _call(rule, [[0, 5, 6, 7]], _certain(tokens), draft_probs=probs[:, :, :0], draft_ids=ids[:, :, :0])
-    assert empty.accept_len.item() == 0 and empty.status.item() == BAD_DRAFT and empty.out_tokens[0, 0].item() == 5
-
-
 @RULES
 def test_row_129_addresses_need_64_bits(rule: Rule) -> None:
     # row stride 2^28: the logits of request 4 start at 2^31
@@ -398,5 +314,5 @@ def test_row_129_addresses_need_64_bits(rule: Rule) -> None:
     logits.fill_(-INF)
     logits[torch.arange(5), 0, torch.arange(5) * 5] = logits[torch.arange(5), 1, torch.arange(5) * 7] = 0.0
     drafts = torch.stack((torch.zeros(5).long(), torch.arange(5) * 5), dim=1)
-    got = _call(rule, drafts, logits)
+    got = call(rule, drafts, logits)
     assert got.out_tokens.tolist() == [[5 * i, 7 * i] for i in range(5)]
