@@ -152,6 +152,7 @@ def _run_grid(original: Callable[..., Any]) -> Callable[..., Any]:
         given = dict(zip(self.arg_names, arguments, strict=False)) | keywords
         options = {k: given.pop(k) for k in set(given) - set(self.arg_names)}
         _launch = watch.Launch(self.fn.__name__, given, options)
+        watch.launched(_launch)
         try:
             with suspended(), np.errstate(all="ignore"):
                 return original(self, *arguments, **keywords)

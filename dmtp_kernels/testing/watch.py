@@ -58,6 +58,7 @@ class OutOfBounds(AssertionError):
 
 Watcher = Callable[[Access], None]
 _watchers: list[Watcher] = []
+_launch_watchers: list[Callable[[Launch], None]] = []
 _order: np.random.Generator | None = None
 
 
@@ -70,6 +71,22 @@ def report(access: Access) -> None:
     """Hand one access to every watcher."""
     for watcher in _watchers:
         watcher(access)
+
+
+def launched(launch: Launch) -> None:
+    """Hand one launch, before it runs, to everybody who counts them."""
+    for watcher in _launch_watchers:
+        watcher(launch)
+
+
+@contextmanager
+def watch_launches(watcher: Callable[[Launch], None]) -> Iterator[None]:
+    """Call `watcher` with every kernel launched inside."""
+    _launch_watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _launch_watchers.remove(watcher)
 
 
 @contextmanager
