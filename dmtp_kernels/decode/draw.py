@@ -6,7 +6,7 @@ import torch
 
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.state import BatchState
-from dmtp_kernels.ops.lm_head import decode_key, lm_head_select
+from dmtp_kernels.ops.lm_head import key_token, lm_head_select
 from dmtp_kernels.ops.sample import sample_rows
 from dmtp_kernels.ops.sample.filters import scaled, truncated
 from dmtp_kernels.ops.sample.philox import DRAFT, round_position
@@ -35,7 +35,7 @@ def draft_tokens(stack: Stack, state: BatchState, hidden: torch.Tensor, first: i
     """
     if stack.verification == "target":
         key, _ = lm_head_select(hidden.flatten(0, 1), stack.head)
-        return decode_key(key)[0].view(hidden.shape[:2])
+        return key_token(key).view(hidden.shape[:2])
     count, sampling = hidden.shape[1], state.sampling
     row = torch.arange(first, first + count, device=hidden.device)
     temperature, top_k, top_p, seed = (

@@ -14,6 +14,10 @@ _FLAT = ("num_slots", "Hkv")
 _PAGED = ("num_pages", "page_size", "Hkv")
 
 
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+
+
 def _check_layers(
     sizes: dict[str, int],
     kind: str,
@@ -27,6 +31,8 @@ def _check_layers(
             wanted = f"{layers} like rows_k" if layers else "at least 1"
             raise ValueError(f"{name}: has {len(tensors)} layers, must be {wanted}")
     for layer, (row, cache) in enumerate(zip(rows, caches, strict=True)):
+        if layer > 0 and _alike(row, rows[0]) and _alike(cache, caches[0]):
+            continue
         check_tensor(f"rows_{kind}[{layer}]", row, ["B", "R", "Hkv", dim], [rows[0].dtype], sizes)
         shape = [*(_PAGED if cache.dim() == 4 else _FLAT), dim]
         check_tensor(f"{kind}_caches[{layer}]", cache, shape, [caches[0].dtype], sizes)
@@ -151,12 +157,15 @@ def _check(
     _check_scales("k_scale", k_scale, k_caches[0], len(rows_k), sizes)
     _check_scales("v_scale", v_scale, v_caches[0], len(rows_k), sizes)
     _check_transform(k_norm, k_norm_eps, cos_sin, positions, len(rows_k), sizes)
-    named |= {"cos_sin": cos_sin, "positions": positions}
+    check_same_device("valid", valid.device, dst=dst, cos_sin=cos_sin, positions=positions, **named)
+    device = valid.device
     lists = {"rows_k": rows_k, "rows_v": rows_v, "k_caches": k_caches, "v_caches": v_caches}
     lists |= {"k_scale": k_scale or (), "v_scale": v_scale or (), "k_norm": k_norm or ()}
     for label, tensors in lists.items():
-        named |= {f"{label}[{layer}]": tensor for layer, tensor in enumerate(tensors)}
-    check_same_device("valid", valid.device, dst=dst, **named)
+        # names cost more than the check
+        if any(tensor.device != device for tensor in tensors):
+            named = {f"{label}[{layer}]": tensor for layer, tensor in enumerate(tensors)}
+            check_same_device("valid", device, **named)
 
 
 def _shapes(

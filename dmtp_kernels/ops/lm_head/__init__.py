@@ -10,7 +10,7 @@ from dmtp_kernels._library import takes_packed
 from dmtp_kernels.ops._checks import check_choice, check_instance, check_whole
 from dmtp_kernels.ops.lm_head.canonical import canonical_dot
 from dmtp_kernels.ops.lm_head.head import LMHead
-from dmtp_kernels.ops.lm_head.keys import NO_KEY, combine_keys, decode_key, encode_key
+from dmtp_kernels.ops.lm_head.keys import NO_KEY, combine_keys, decode_key, encode_key, key_token
 from dmtp_kernels.ops.lm_head.op import LM_HEAD_RESCORE, LM_HEAD_SCREEN, LM_HEAD_SELECT, LOGIT_DTYPES
 from dmtp_kernels.ops.lm_head.pack import pack_lm_head
 from dmtp_kernels.ops.lm_head.report import HeadReport, lm_head_report
@@ -28,6 +28,7 @@ __all__ = [
     "combine_keys",
     "decode_key",
     "encode_key",
+    "key_token",
     "lm_head_report",
     "lm_head_rescore",
     "lm_head_screen",

@@ -38,11 +38,16 @@ def decode_key(key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         TypeError: `key` is not an int64 tensor.
     """
-    _check_key("key", key)
+    token = key_token(key)
     ordered = key >> 32
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-    token = (~key << 32) >> 32
     return token, bits.to(torch.int32).view(torch.float32)
+
+
+def key_token(key: torch.Tensor) -> torch.Tensor:
+    """Token id of each key, as `decode_key` without the logit: three small launches instead of eight."""
+    _check_key("key", key)
+    return (~key << 32) >> 32
 
 
 def combine_keys(keys: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
