@@ -28,7 +28,8 @@ part() { # name, seconds, command...
 }
 
 part doctor 30 "$python" -m dmtp_kernels.cli doctor
-part correctness 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu -k "t1_prep or lm_head or block_attention or draft_page"
+part correctness 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu --ignore tests/gpu/test_graphs_cuda.py
+part graphs 60 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_graphs_cuda.py
 if command -v compute-sanitizer >/dev/null; then
     part memcheck 60 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -p no:cacheprovider tests/gpu \
         -k "reference and (select-odd or select-int4 or t1_prep-dual)"

@@ -181,10 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(found))
     else:
         print(table(("stage", "launches", "eager"), [(n, k, found["eager"][n]) for n, k in found["stages"].items()]))
-        print(
-            "launches: kernels of the Triton backend. eager: ATen kernels of the ops' PyTorch references. The models'"
-        )
-        print("layers and their attention are left out.")
+        print("launches: kernels of the Triton backend. eager: ATen kernels of the ops' PyTorch references.")
+        print("The models' layers and their attention are left out.")
     return 0
 
 
