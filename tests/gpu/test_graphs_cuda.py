@@ -12,7 +12,7 @@ from dmtp_kernels.decode.graphs import GROUPS
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.testing.models import tiny_checkpoint
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.gpu
 MAX_BATCH = 32
 
 
