@@ -8,7 +8,7 @@ be captured; `dmtp::<name>` allocates its outputs and calls the same launcher. B
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -50,6 +50,7 @@ def define_op(
     shapes: Callable[..., Sequence[Shape]],
     check: Callable[..., None],
     implementations: dict[str, str],
+    none_hints: Mapping[str, str] | None = None,
 ) -> Op:
     """Define `dmtp::<name>` and `dmtp::<name>_out` and return their bound overloads.
 
@@ -64,6 +65,7 @@ def define_op(
             and devices, never data: it also runs under FakeTensor.
         implementations: backend name -> `"module:function"`, imported at first use and called as
             `function(*inputs, *outputs)`; writes the outputs, returns nothing.
+        none_hints: required tensor -> what to pass, or why it is needed; said where a caller gives None for it.
 
     All callables receive every schema argument positionally, defaults filled in. Buffers passed to the `_out` form must
     have exactly the shape and dtype that `shapes` gives, and overlap neither each other nor an input.
@@ -78,6 +80,15 @@ def define_op(
     functional = getattr(torch.ops.dmtp, name).default
     out_form = getattr(torch.ops.dmtp, f"{name}_out").default
     parameters = tuple((a.name, a.default_value) for a in functional._schema.arguments)
+    # the dispatcher takes None for `Tensor`
+    required = tuple((i, a.name) for i, a in enumerate(functional._schema.arguments) if str(a.type) == "Tensor")
+
+    def check_all(*values: Any) -> None:
+        for i, label in required:
+            if values[i] is None:
+                hint = f" ({none_hints[label]})" if none_hints and label in none_hints else ""
+                raise TypeError(f"{label}: is None, must be a tensor{hint}")
+        check(*values)
 
     def bind(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         # the dispatcher drops arguments that equal their default
@@ -93,7 +104,7 @@ def define_op(
     @torch.no_grad()
     def run(*inputs: Any, **kwargs: Any) -> Any:
         values = bind(inputs, kwargs)
-        check(*values)
+        check_all(*values)
         outputs = allocate(values)
         backends.implementation(name, _device(values))(*values, *outputs)
         return outputs[0] if n_out == 1 else tuple(outputs)
@@ -101,20 +112,20 @@ def define_op(
     @torch.no_grad()
     def run_out(*inputs: Any, **kwargs: Any) -> None:
         values = bind(inputs, kwargs)
-        check(*values)
+        check_all(*values)
         outputs = [kwargs[out] for out in outs]
         _check_outputs(name, outs, outputs, shapes(*values), _device(values))
         backends.implementation(name, _device(values))(*values, *outputs)
 
     def fake(*inputs: Any, **kwargs: Any) -> Any:
         values = bind(inputs, kwargs)
-        check(*values)
+        check_all(*values)
         outputs = allocate(values)
         return outputs[0] if n_out == 1 else tuple(outputs)
 
     def fake_out(*inputs: Any, **kwargs: Any) -> None:
         values = bind(inputs, kwargs)
-        check(*values)
+        check_all(*values)
         _check_outputs(name, outs, [kwargs[out] for out in outs], shapes(*values), _device(values))
 
     for key in _DISPATCH_KEYS:
@@ -122,7 +133,7 @@ def define_op(
         _LIBRARY.impl(f"{name}_out", run_out, key)
     torch.library.register_fake(f"dmtp::{name}", fake, lib=_LIBRARY)
     torch.library.register_fake(f"dmtp::{name}_out", fake_out, lib=_LIBRARY)
-    op = _OPS[name] = Op(name, functional, out_form, check)
+    op = _OPS[name] = Op(name, functional, out_form, check_all)
     return op
 
 
@@ -245,7 +256,7 @@ def _unpacked(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tupl
 
 
 def _kind(value: Any) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _device(values: list[Any]) -> torch.device:

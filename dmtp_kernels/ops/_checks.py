@@ -82,6 +82,21 @@ def check_real(name: str, value: object) -> None:
         raise TypeError(f"{name}: is {value!r}, must be a number")
 
 
+def check_list(name: str, value: object, of: str) -> None:
+    """`value` must be a list or a tuple, `of` says of what."""
+    if not isinstance(value, (list, tuple)):
+        what = "one tensor" if isinstance(value, torch.Tensor) else "None" if value is None else f"{value!r}"
+        raise TypeError(f"{name}: is {what}, must be a list, {of}")
+
+
+def as_scale(name: str, scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """A scale given as a number becomes an fp32 tensor `[]` on `device`."""
+    if isinstance(scale, torch.Tensor):
+        return scale
+    check_real(name, scale)
+    return torch.full((), float(scale), dtype=torch.float32, device=device)
+
+
 def check_part(owner: str, check: Callable[..., None], *values: Any) -> None:
     """Run `check(*values)`; its error then names a part of the argument `owner`."""
     try:

@@ -270,7 +270,7 @@ def test_a_requests_round_does_not_depend_on_the_batch(rule: Rule) -> None:
 
 def test_block_needs_q() -> None:
     candidates, logits, _ = random_round(2)
-    with pytest.raises(ValueError, match="draft_probs: is None"):
+    with pytest.raises(TypeError, match="draft_probs: is None"):
         call(accept_block, candidates, logits, draft_probs=None)
 
 

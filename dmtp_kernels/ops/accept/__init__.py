@@ -102,8 +102,8 @@ def accept_rejection(
             Negative entries are padding whose probability is not used; an id listed twice has the sum of both.
         temperature: `[B]` float. 0 is greedy: the candidate must equal the lowest largest id; no random number is used.
         seed: `[B]` int32/int64.
-        position: `[B]` int32/int64, the anchor's position (that of row 0's token). All draws of the round are keyed by
-            it, so it must differ from round to round.
+        position: `[B]` int32/int64, the anchor's position (that of row 0's token, `context_len` of `advance_round`).
+            All draws of the round are keyed by it, so it must differ from round to round.
         top_k, top_p: `[B]`, as in `sample_rows`.
 
     Returns:
@@ -146,13 +146,10 @@ def accept_block(
     (`philox.round_position`), because which prefix is kept depends on the candidates after it.
 
     Raises:
-        ValueError, TypeError: `draft_probs` is None, or a shape, dtype or device is wrong.
+        ValueError, TypeError: `draft_probs` is None, or a shape, dtype or device is wrong; the message names the
+            argument.
 
     Source: Sun et al., "Block verification accelerates speculative decoding", ICLR 2025 (arXiv 2403.10444).
     """
-    if draft_probs is None:
-        raise ValueError(
-            "draft_probs: is None, must be what the candidates were drawn from (block verification needs q)"
-        )
     inputs = (candidates, target_logits, temperature, seed, position, stop_ids, budget)
     return SampledAcceptance(*ACCEPT_BLOCK.functional(*inputs, draft_probs, num_candidates, top_k, top_p, draft_ids))

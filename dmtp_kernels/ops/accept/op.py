@@ -66,7 +66,8 @@ def _check_rejection(
         check_tensor("draft_ids", draft_ids, ["B", "K", "N"], INDEX_DTYPES, sizes)
     if draft_probs is not None:
         columns = "V" if draft_ids is None else "N"
-        check_tensor("draft_probs", draft_probs, ["B", "K", columns], FLOAT_DTYPES, sizes)
+        like = {"V": "target_logits, or pass draft_ids for the ids of a shortlist", "N": "draft_ids"}
+        check_tensor("draft_probs", draft_probs, ["B", "K", columns], FLOAT_DTYPES, sizes, like=like)
     if top_k is not None:
         check_tensor("top_k", top_k, ["B"], INDEX_DTYPES, sizes)
     if top_p is not None:
@@ -106,6 +107,10 @@ _SAMPLED_ARGS = (
     "Tensor budget, Tensor? draft_probs=None, Tensor? num_candidates=None, Tensor? top_k=None, Tensor? top_p=None, "
     "Tensor? draft_ids=None"
 )
+_NONE_HINTS = {
+    "stop_ids": "empty [0] for no stop ids",
+    "draft_probs": "what the candidates were drawn from; block verification needs q",
+}
 _BLOCK_ARGS = _SAMPLED_ARGS.replace("Tensor? draft_probs=None", "Tensor draft_probs")
 
 ACCEPT_PREFIX = define_op(
@@ -119,6 +124,7 @@ ACCEPT_PREFIX = define_op(
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_prefix",
         "reference": "dmtp_kernels.ops.accept.reference:accept_prefix",
     },
+    none_hints=_NONE_HINTS,
 )
 
 ACCEPT_REJECTION = define_op(
@@ -132,6 +138,7 @@ ACCEPT_REJECTION = define_op(
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_rejection",
         "reference": "dmtp_kernels.ops.accept.reference:accept_rejection",
     },
+    none_hints=_NONE_HINTS,
 )
 
 ACCEPT_BLOCK = define_op(
@@ -145,4 +152,5 @@ ACCEPT_BLOCK = define_op(
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_block",
         "reference": "dmtp_kernels.ops.accept.reference:accept_block",
     },
+    none_hints=_NONE_HINTS,
 )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from dmtp_kernels.ops._checks import check_list
 from dmtp_kernels.ops.advance.op import ADVANCE_ROUND, MAX_TABLES
 
 __all__ = ["BAD_COUNT", "BAD_GRANT", "MAX_TABLES", "NO_PAGE", "RoundIndex", "advance_round"]
@@ -52,7 +53,8 @@ def advance_round(
     request's grants enter its page tables. A row whose budget is 0 or below, before or after, is inert from there on.
 
     Args:
-        length: `[B]` a: rows in the caches and position of the anchor. Mutated, like the next three.
+        length: `[B]` a: rows in the caches and position of the anchor. Mutated, like the next three. It grows here: the
+            same tensor must not be passed to `commit_kv` as `lengths`, which adds c too.
         anchor: `[B]` newest emitted token, not yet processed.
         budget: `[B]` tokens the request may still emit.
         finished: `[B]` why a request ended, 0 while it runs.
@@ -60,7 +62,7 @@ def advance_round(
             0 the call only indexes: use it after a request joined or moved.
         page_tables: up to three `[B, MP]` tables of caches that hold the same positions (target, drafter, MTP). Mutated
             where there are grants.
-        page_sizes: rows per page of each table.
+        page_sizes: list of ints, rows per page of each table.
         rows: R, rows of a round.
         grants: `[B, G, 3]` int32: (table, column, page) a request was given; table < 0 is unused. Mutated: what was
             read becomes unused. Of two grants of one entry the later one counts. A table that is not there, a column
@@ -89,6 +91,8 @@ def advance_round(
 
     Source: sections 4 and 6.4 of the DMTP description; contract choices in README.md beside this file.
     """
+    check_list("page_tables", page_tables, "one [B, MP] tensor per cache")
+    check_list("page_sizes", page_sizes, "one whole number per table")
     return RoundIndex(
         *ADVANCE_ROUND.functional(
             length, anchor, budget, finished, commit_len, bonus, ended, list(page_tables), page_sizes=list(page_sizes),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from dmtp_kernels.ops._checks import check_real
+from dmtp_kernels.ops._checks import as_scale
 from dmtp_kernels.ops.block_attention.op import BLOCK_ATTENTION
 
 
@@ -102,16 +102,9 @@ def block_attention(
             block_causal=block_causal,
             valid_from=valid_from,
             scale=scale,
-            k_scale=_as_tensor("k_scale", k_scale, q.device),
-            v_scale=_as_tensor("v_scale", v_scale, q.device),
+            k_scale=None if k_scale is None else as_scale("k_scale", k_scale, q.device),
+            v_scale=None if v_scale is None else as_scale("v_scale", v_scale, q.device),
             soft_cap=soft_cap,
             sink=sink,
         )
     )
-
-
-def _as_tensor(name: str, scale: torch.Tensor | float | None, device: torch.device) -> torch.Tensor | None:
-    if scale is None or isinstance(scale, torch.Tensor):
-        return scale
-    check_real(name, scale)
-    return torch.full((), float(scale), dtype=torch.float32, device=device)

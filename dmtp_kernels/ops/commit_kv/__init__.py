@@ -6,11 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from dmtp_kernels.ops._checks import as_scale, check_list
 from dmtp_kernels.ops.commit_kv.op import COMMIT_KV
 
 BAD_COUNT, BAD_SLOT, BAD_OWNER, BAD_POSITION = 1, 2, 4, 8
 """Bits of the returned error: a count outside 0..R was clamped; a slot beyond the cache was skipped; another request
 writes the pending slot, so it was not promoted; a position outside the rotary table was clamped."""
+
+_Scale = torch.Tensor | float
 
 
 def commit_kv(
@@ -29,8 +32,8 @@ def commit_kv(
     lengths: torch.Tensor | None = None,
     live: torch.Tensor | None = None,
     first_slot: int = 0,
-    k_scale: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    v_scale: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    k_scale: _Scale | Sequence[_Scale] | None = None,
+    v_scale: _Scale | Sequence[_Scale] | None = None,
     k_norm: torch.Tensor | Sequence[torch.Tensor] | None = None,
     k_norm_eps: float = 1e-6,
     k_norm_offset: float = 0.0,
@@ -45,23 +48,25 @@ def commit_kv(
     c-1 goes to `dst[b, c - 1]` like the others. With c = 0 or `live[b]` false nothing of request b changes.
 
     Args:
-        rows_k, rows_v: per layer `[B, R, Hkv, Dk]` and `[B, R, Hkv, Dv]`. They may be views of the same request's rows
-            in the same cache (its scratch) where R <= 32: all reads of a request come before its writes. Another float
-            dtype than the cache's is rounded to it.
-        k_caches, v_caches: per layer `[num_slots, Hkv, D]`, or `[num_pages, page_size, Hkv, D]` with slot = page *
-            page_size + offset; of a float dtype, float8_e4m3fn or float8_e5m2. Mutated. Any strides with the last
-            dimension contiguous, like every tensor here; `[B]` vectors may have any stride.
+        rows_k, rows_v: lists, per layer `[B, R, Hkv, Dk]` and `[B, R, Hkv, Dv]`. They may be views of the same
+            request's rows in the same cache (its scratch) where R <= 32: all reads of a request come before its writes.
+            Another float dtype than the cache's is rounded to it.
+        k_caches, v_caches: lists, per layer `[num_slots, Hkv, D]`, or `[num_pages, page_size, Hkv, D]` with slot =
+            page * page_size + offset; of a float dtype, float8_e4m3fn or float8_e5m2. Mutated. Any strides with the
+            last dimension contiguous, like every tensor here; `[B]` vectors may have any stride.
         valid: `[B]` int32/int64, rows of this round that are true (accepted plus correction or bonus).
         dst: `[B, R]` int32/int64 history slots.
-        pending_slot, promote_dst: `[B]` int32/int64, given together.
+        pending_slot, promote_dst: `[B]` int32/int64, given together. A request's first round has a pending row from its
+            prefill, or -1 in `promote_dst`.
         scratch_dst: `[B, R]` int32/int64.
         hidden, next_hidden: `[B, R, H]` and `[B, H]`, one dtype, given together. `next_hidden` is mutated.
-        lengths: `[B]` int32/int64, mutated.
+        lengths: `[B]` int32/int64, mutated. `advance_round` adds c to its `length` too: pass this only where that op is
+            not called for the same tensor.
         live: `[B]` bool.
         first_slot: slots below it are never written nor promoted from (an engine's null slot or null page).
-        k_scale, v_scale: fp32 `[]`, `[1]`, `[Hkv]` or `[B, Hkv]`, one for all layers or one a layer; a cached value
-            times its scale is the true one, as in `block_attention`. Needed by fp8 caches. Rows are divided by them,
-            saturated to the format's largest number and rounded to nearest even; a NaN stays one.
+        k_scale, v_scale: float or fp32 `[]`, `[1]`, `[Hkv]` or `[B, Hkv]`, one for all layers or a list, one a layer; a
+            cached value times its scale is the true one, as in `block_attention`. Needed by fp8 caches. Rows are
+            divided by them, saturated to the format's largest number and rounded to nearest even; a NaN stays one.
         k_norm, k_norm_eps, k_norm_offset: weight `[Dk]`, one for all layers or one a layer, of an RMSNorm that K rows
             get over each head: `x / sqrt(mean(x^2) + eps) * (offset + k_norm)`.
         cos_sin, positions: `[M, rotary_dim]`, cosines in the first half of a row and sines in the second, and `[B, R]`
@@ -83,6 +88,8 @@ def commit_kv(
 
     Source: section 6.3 of the DMTP description; contract choices in README.md beside this file.
     """
+    for name, layers in (("rows_k", rows_k), ("rows_v", rows_v), ("k_caches", k_caches), ("v_caches", v_caches)):
+        check_list(name, layers, "one tensor per layer")
     return COMMIT_KV.functional(
         list(rows_k),
         list(rows_v),
@@ -98,9 +105,9 @@ def commit_kv(
         lengths=lengths,
         live=live,
         first_slot=first_slot,
-        k_scale=_each(k_scale),
-        v_scale=_each(v_scale),
-        k_norm=_each(k_norm),
+        k_scale=_scales("k_scale", k_scale, valid),
+        v_scale=_scales("v_scale", v_scale, valid),
+        k_norm=_weights(k_norm),
         k_norm_eps=k_norm_eps,
         k_norm_offset=k_norm_offset,
         cos_sin=cos_sin,
@@ -108,7 +115,16 @@ def commit_kv(
     )
 
 
-def _each(tensors: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return None if tensors is None else list(tensors)
+def _weights(weights: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
+    if weights is None or isinstance(weights, torch.Tensor):
+        return None if weights is None else [weights]
+    check_list("k_norm", weights, "one tensor per layer (or one tensor for all)")
+    return list(weights)
+
+
+def _scales(name: str, scales: _Scale | Sequence[_Scale] | None, valid: torch.Tensor) -> list[torch.Tensor] | None:
+    if scales is None:
+        return None
+    if isinstance(scales, Sequence):
+        return [as_scale(f"{name}[{layer}]", scale, valid.device) for layer, scale in enumerate(scales)]
+    return [as_scale(name, scales, valid.device)]

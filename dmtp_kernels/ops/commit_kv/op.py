@@ -12,6 +12,8 @@ from dmtp_kernels.ops._checks import FLOAT_DTYPES, INDEX_DTYPES, check_range, ch
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLAT = ("num_slots", "Hkv")
 _PAGED = ("num_pages", "page_size", "Hkv")
+_LIKE = {"B": "valid", "R": "dst", "Hkv": "rows_k[0]", "Dk": "rows_k[0]", "Dv": "rows_v[0]", "H": "hidden"}
+_LIKE |= {"num_slots": "k_caches[0]", "num_pages": "k_caches[0]", "page_size": "k_caches[0]"}
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -33,9 +35,9 @@ def _check_layers(
     for layer, (row, cache) in enumerate(zip(rows, caches, strict=True)):
         if layer > 0 and _alike(row, rows[0]) and _alike(cache, caches[0]):
             continue
-        check_tensor(f"rows_{kind}[{layer}]", row, ["B", "R", "Hkv", dim], [rows[0].dtype], sizes)
+        check_tensor(f"rows_{kind}[{layer}]", row, ["B", "R", "Hkv", dim], [rows[0].dtype], sizes, like=_LIKE)
         shape = [*(_PAGED if cache.dim() == 4 else _FLAT), dim]
-        check_tensor(f"{kind}_caches[{layer}]", cache, shape, [caches[0].dtype], sizes)
+        check_tensor(f"{kind}_caches[{layer}]", cache, shape, [caches[0].dtype], sizes, like=_LIKE)
         if cache.dim() != caches[0].dim():
             raise ValueError(
                 f"{kind}_caches[{layer}]: has {cache.dim()} dimensions, must be {caches[0].dim()} like layer 0"
@@ -82,13 +84,13 @@ def _check_transform(
     if k_norm is not None:
         _check_count("k_norm", k_norm, layers)
         for layer, weight in enumerate(k_norm):
-            check_tensor(f"k_norm[{layer}]", weight, ["Dk"], [k_norm[0].dtype], sizes)
+            check_tensor(f"k_norm[{layer}]", weight, ["Dk"], [k_norm[0].dtype], sizes, like=_LIKE)
         if k_norm[0].dtype not in FLOAT_DTYPES:
             raise TypeError(f"k_norm: dtype is {k_norm[0].dtype}, must be one of {', '.join(map(str, FLOAT_DTYPES))}")
         check_range("k_norm_eps", k_norm_eps, 0)
     if cos_sin is not None and positions is not None:
         check_tensor("cos_sin", cos_sin, ["M", "rotary_dim"], FLOAT_DTYPES, sizes)
-        check_tensor("positions", positions, ["B", "R"], INDEX_DTYPES, sizes)
+        check_tensor("positions", positions, ["B", "R"], INDEX_DTYPES, sizes, like=_LIKE)
         if sizes["M"] < 1:
             raise ValueError("cos_sin: has no rows, must have at least 1")
         if sizes["rotary_dim"] % 2 or sizes["rotary_dim"] > sizes["Dk"]:
@@ -122,7 +124,7 @@ def _check(
 ) -> None:
     sizes: dict[str, int] = {}
     check_tensor("valid", valid, ["B"], INDEX_DTYPES, sizes, last_contiguous=False)
-    check_tensor("dst", dst, ["B", "R"], INDEX_DTYPES, sizes)
+    check_tensor("dst", dst, ["B", "R"], INDEX_DTYPES, sizes, like=_LIKE)
     if sizes["R"] < 1:
         raise ValueError("dst: has no rows, must have at least 1")
     _check_layers(sizes, "k", "Dk", rows_k, k_caches, len(rows_k))
@@ -151,7 +153,7 @@ def _check(
     for name, tensor, shape, dtypes in optional:
         if tensor is not None:
             # one number per request may be a column of an engine's table
-            check_tensor(name, tensor, shape, dtypes, sizes, last_contiguous=len(shape) > 1)
+            check_tensor(name, tensor, shape, dtypes, sizes, last_contiguous=len(shape) > 1, like=_LIKE)
             named[name] = tensor
     check_range("first_slot", first_slot, 0)
     _check_scales("k_scale", k_scale, k_caches[0], len(rows_k), sizes)

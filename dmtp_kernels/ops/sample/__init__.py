@@ -37,10 +37,12 @@ def sample_rows(
     A row's draw depends on its logits, parameters, seed, position and `stream` only: the same token for any batch.
 
     Args:
-        logits: `[n, V]` float, unnormalised. NaN entries are ignored.
+        logits: `[n, V]` float, unnormalised; `[B, R, V]` of a round flattened to `[B*R, V]`, the parameters of each
+            request repeated R times. NaN entries are ignored.
         temperature: `[n]` float, >= 0 and finite. 0 is greedy: no random number is used, nothing is divided.
         seed: `[n]` int32/int64.
-        position: `[n]` int32/int64, the position of the token drawn. Drafts that rejection sampling judges take
+        position: `[n]` int32/int64, the position of the token drawn (`token_positions` of
+            `advance_round`, flattened). Drafts that rejection sampling judges take
             `philox.round_position(anchor, row)` instead (README.md says why).
         top_k: `[n]` int32/int64; <= 0 or >= V is off. Ties are cut by id, the lower one stays.
         top_p: `[n]` float; >= 1 is off, <= 0 keeps the best entry. Applied to what top-k left.

@@ -19,6 +19,11 @@ def _check(
     stream: int,
 ) -> None:
     sizes: dict[str, int] = {}
+    if logits.dim() == 3:
+        raise ValueError(
+            f"logits: has 3 dimensions {tuple(logits.shape)}, must be [n, V]; flatten [B, R, V] to [B*R, V] and repeat "
+            "each request's parameters R times"
+        )
     check_tensor("logits", logits, ["n", "V"], FLOAT_DTYPES, sizes)
     if sizes["V"] < 1:
         raise ValueError("logits: has no columns, must have at least 1")
