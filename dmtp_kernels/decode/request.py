@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
+from typing import Any
 
 from dmtp_kernels.decode.state import MAX_STOP_IDS
 
@@ -22,8 +24,13 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; the same seed gives the same tokens
-    whatever else is in the batch.
+    """One prompt. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+
+    The same seed gives the same tokens whatever else is in the batch. With `Engine(verification="target")` this holds
+    across preemption too. With `"rejection"` and `"block"` a sampled request that is preempted draws other tokens from
+    the same distribution from there on: its new prefill emits one token by itself, so later rounds start elsewhere.
+
+    Integers of numpy are taken and kept as `int`.
 
     Raises:
         ValueError: a field is out of range; the message names it.
@@ -38,6 +45,8 @@ class Request:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "stop_ids", "max_new_tokens", "top_k", "seed"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         if not isinstance(self.prompt, tuple) or not all(_is_int(token) for token in self.prompt):
             raise ValueError("prompt: must be a tuple of token ids")
         if not self.prompt:
@@ -57,6 +66,13 @@ class Request:
             raise ValueError(f"temperature: is {self.temperature}, must be between 0 and {_MOST_TEMPERATURE:g}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: is {self.top_p}, must be above 0 and at most 1 (1 = off)")
+
+
+def _plain(value: Any) -> Any:
+    """Integers of other libraries as int, in a tuple too; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_plain(entry) for entry in value)
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _is_int(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +113,14 @@ def test_rows_123_139_bad_requests_are_named(change: dict[str, Any], message: st
     """aprender#2018, lattice#295: bad values are refused before anything is launched."""
     with pytest.raises(ValueError, match=message):
         replace(Request((1,), 4), **change)
+
+
+def test_integers_of_numpy_become_int() -> None:
+    request = Request(tuple(np.array([1, 2])), np.int64(3), seed=np.int32(4), stop_ids=(np.int64(5),))  # type: ignore[arg-type]
+    assert request == Request((1, 2), 3, seed=4, stop_ids=(5,))
+    assert {type(x) for x in (*request.prompt, *request.stop_ids, request.max_new_tokens, request.seed)} == {int}
+    with pytest.raises(ValueError, match="prompt: must be a tuple of token ids"):
+        Request((np.bool_(True),), 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
