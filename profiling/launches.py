@@ -3,7 +3,8 @@
 A round of the decode loop runs once with the Triton kernels, in Triton's interpreter, and once with the ops' PyTorch
 references; the first counts launches, the second the ATen kernels of the eager chain (views and plain allocations
 launch nothing and are not counted). The models' own layers are left out; what the loop computes with PyTorch between
-the ops is shown as `between`.
+the ops is shown as `between`. With `--verification rejection` and `block` that includes the draft's distributions, made
+in stage `t1` and between the ops.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ STAGES = {
     "lm_head_select": "draft_head",
 }
 """Stage that the launches of an op count for; attention belongs to the models."""
+_NOTES = """\
+launches: kernels of the Triton backend. eager: ATen kernels of the ops' PyTorch references.
+bookkeeping is advance_round; between is what the loop itself computes in PyTorch between the ops, the same in both.
+The models' layers and their attention are left out."""
+_DRAWS = "t1 and between hold the loop's own PyTorch kernels that make the draft's distributions, which target has not."
 _KERNEL_FREE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
 
 
@@ -180,9 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        print(table(("stage", "launches", "eager"), [(n, k, found["eager"][n]) for n, k in found["stages"].items()]))
-        print("launches: kernels of the Triton backend. eager: ATen kernels of the ops' PyTorch references.")
-        print("The models' layers and their attention are left out.")
+        rows = [(name, launched, found["eager"][name]) for name, launched in found["stages"].items()]
+        total = ("total", *(sum(found[column].values()) for column in ("stages", "eager")))
+        print(table(("stage", "launches", "eager"), [*rows, total]))
+        print(_NOTES if options.verification == "target" else f"{_NOTES}\n{_DRAWS}")
     return 0
 
 

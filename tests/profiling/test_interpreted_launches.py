@@ -33,6 +33,16 @@ def test_a_round_launches_what_was_promised(capsys: pytest.CaptureFixture[str]) 
     assert found["eager"]["between"] == stages["between"]
 
 
+def test_the_table_adds_up_and_says_what_its_rows_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launches.main(["--verification", "block"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    end = next(i for i, line in enumerate(lines) if line.startswith("total"))
+    rows = [[int(cell.replace(",", "")) for cell in line.split()[1:]] for line in lines[2 : end + 1]]
+    assert [sum(column) for column in zip(*rows[:-1], strict=True)] == rows[-1]
+    text = "\n".join(lines[end + 1 :])
+    assert "bookkeeping is advance_round; between is" in text and "t1 and between hold the loop's own" in text
+
+
 def test_one_more_launch_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     original = rounds.accept
 
