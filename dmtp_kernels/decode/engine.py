@@ -83,7 +83,10 @@ class Engine:
         graphs: str | None = None,
     ) -> None:
         self.method = get_method(method) if isinstance(method, str) else method
-        for name, value in (("max_batch", max_batch), ("page_size", page_size), ("prefill_chunk", prefill_chunk)):
+        sizes = {"max_batch": max_batch, "page_size": page_size, "prefill_chunk": prefill_chunk}
+        for name, value in (sizes if num_pages is None else sizes | {"num_pages": num_pages}).items():
+            if not isinstance(value, int):
+                raise TypeError(f"{name}: is {value!r}, must be a whole number")
             if value < 1:
                 raise ValueError(f"{name}: is {value}, must be at least 1")
         limit = checkpoint.target.config.max_positions - MAX_ROWS
@@ -116,6 +119,7 @@ class Engine:
         self._waiting: deque[int] = deque()
         self._joining: Seat | None = None
         self._flight: _Flight | None = None
+        self._events: list[Event] = []  # not yet returned: an error in a step loses none
 
     @property
     def seats(self) -> list[Seat]:
@@ -185,22 +189,42 @@ class Engine:
         runner.warmup(progress=progress, capture=self.graphs is not None)
 
     def step(self) -> list[Event]:
-        """Admit what fits, launch one round, and return what the round before it produced."""
+        """Admit what fits, launch one round, and return what the round before it produced.
+
+        After an error in a round every request starts over from the tokens the host has, at the next step.
+        """
         if self.graphs is not None and not self.graphs.ready:
             self.warmup()
-        events = self.admit()
-        for seat in self.seating.grow(self._total):
-            self._waiting.appendleft(seat.request_id)
-            self.preemptions += 1
-        launched = None
-        if self.seats:
-            view = self.seating.round_view()
-            self.round_function(self.stack, view)
-            launched = _Flight(list(self.seats), self._readback.start(view))
-            self.rounds += 1
-        landed, self._flight = self._flight, launched
-        if landed is not None:
-            events += self._land(landed)
+        self._admit()
+        try:
+            for seat in self.seating.grow(self._total):
+                self._waiting.appendleft(seat.request_id)
+                self.preemptions += 1
+            launched = None
+            if self.seats:
+                view = self.seating.round_view()
+                self.round_function(self.stack, view)
+                launched = _Flight(list(self.seats), self._readback.start(view))
+                self.rounds += 1
+            landed, self._flight = self._flight, launched
+            if landed is not None:
+                self._land(landed)
+        except BaseException:
+            self._start_over()
+            raise
+        return self._take_events()
+
+    def _start_over(self) -> None:
+        """Preempt everybody: rounds may have moved the device past what the host has read, and their results are lost."""
+        self._flight = None
+        while self.seats:
+            self.seating.leave(self.seats[-1])
+        lost = [i for i, c in self.completions.items() if c.finish_reason is None and i not in self._waiting]
+        self._waiting.extendleft(reversed(lost))
+        self.preemptions += len(lost)
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
         return events
 
     @property
@@ -240,7 +264,10 @@ class Engine:
     def admit(self) -> list[Event]:
         """Let waiting requests join, in order, while rows and pages last; returns their first tokens. `step` calls
         it."""
-        events = []
+        self._admit()
+        return self._take_events()
+
+    def _admit(self) -> None:
         while self._waiting and len(self.seats) < self.max_batch:
             completion = self.completions[request_id := self._waiting[0]]
             request = completion.request
@@ -248,8 +275,8 @@ class Engine:
             rows = min(length + self.seating.ahead, total)
             if not self.seating.has_room(rows):
                 break
-            self._waiting.popleft()
             seat = self.seating.sit(request_id, rows)
+            self._waiting.popleft()
             seat.known, self._joining = length, seat
             try:
                 event = self._join(seat, completion)
@@ -262,8 +289,7 @@ class Engine:
                 if completion.finish_reason is not None:
                     self.seating.leave(seat)
             if event is not None:
-                events.append(event)
-        return events
+                self._events.append(event)
 
     def _join(self, seat: Seat, completion: Completion) -> Event | None:
         """Fill the row of a seat and prefill it; None if it was aborted meanwhile."""
@@ -281,9 +307,8 @@ class Engine:
             return None
         return self._record(completion, seat, first.out_tokens[0].tolist(), int(first.finished[0]), None)
 
-    def _land(self, flight: _Flight) -> list[Event]:
+    def _land(self, flight: _Flight) -> None:
         """Read a finished round. Seats that were left since are skipped: their row's result is nobody's."""
-        events = []
         for seat, tokens, finished, matched, error in zip(flight.seats, *flight.landing.read(), strict=True):
             if seat not in self.seats:
                 continue
@@ -292,8 +317,7 @@ class Engine:
             seat.known += len(event.tokens)
             if event.finish_reason is not None:
                 self.seating.leave(seat)
-            events.append(event)
-        return events
+            self._events.append(event)
 
     def _record(
         self, completion: Completion, seat: Seat, row: list[int], finished: int, matched: int | None, error: int = 0

@@ -70,21 +70,27 @@ class Seating:
                 if owner == "mtp":
                     seat.tail = cache.pool.allocate(stack.tail_pages, request_id)
                 seat.pages[owner] = cache.pool.allocate(pages_for(rows, cache.page_size), request_id)
+            self._admitted += 1
+            self.seats.append(seat)
+            self._fill_tables(seat)
         except BaseException:
-            self._release(seat)
+            if seat in self.seats:
+                self.leave(seat)
+            else:
+                self._release(seat)
             raise
-        self._admitted += 1
-        self.seats.append(seat)
+        return seat
+
+    def _fill_tables(self, seat: Seat) -> None:
         view = self.row(seat)
         for owner, pages in seat.pages.items():
             table = getattr(view, f"{owner}_table")
             table.fill_(0)
             table[0, : len(pages)] = torch.tensor(pages, dtype=table.dtype)
         if seat.tail:
-            size = stack.cache("mtp").page_size
+            size = self.stack.cache("mtp").page_size
             slots = [page * size + i for page in seat.tail for i in range(size)]
             view.tail_slots.copy_(torch.tensor([slots[: 1 + MAX_ROWS]]))
-        return seat
 
     def row(self, seat: Seat) -> BatchState:
         """The view on a seat's row."""
@@ -147,9 +153,9 @@ class Seating:
         granted = []
         for table, (owner, count) in enumerate(self._missing(seat, rows).items()):
             pages = seat.pages[owner]
-            for page in self.stack.cache(owner).pool.allocate(count, seat.request_id):
-                granted.append((table, len(pages), page))
-                pages.append(page)
+            column = len(pages)
+            pages += self.stack.cache(owner).pool.allocate(count, seat.request_id)
+            granted += [(table, column + i, page) for i, page in enumerate(pages[column:])]
         return granted
 
     def _send(self, grants: dict[Seat, list[tuple[int, int, int]]]) -> None:

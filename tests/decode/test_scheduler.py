@@ -253,3 +253,83 @@ def test_rows_082_083_094_prefix_reuse_is_refused_with_its_reason() -> None:
     """atlas#693, vLLM-2080Ti#194, sglang#19897: target pages alone leave the drafter's and MTP's rows unwritten."""
     with pytest.raises(ValueError, match=r"prefix_cache: is True, must be False: .* rows that were never written"):
         engine_of(prefix_cache=True)
+
+
+@pytest.mark.parametrize("where", ["advanced", "readback", "landing", "recording", "growing"])
+@pytest.mark.parametrize("method", ["autoregressive", "mtp3", "dmtp"])
+@torch.no_grad()
+def test_an_error_around_a_round_loses_no_token(method: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may be a round ahead of the host then: everybody starts over from the tokens the host has."""
+    requests = [Request(prompt(3 + i, i), 25 + i) for i in range(3)]
+    plain = [c.tokens for c in run(requests, "autoregressive")]
+    engine = engine_of(method)
+    calls = 0
+
+    def failing(original: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            done = original(*arguments) if where in ("advanced", "growing") else None
+            if calls == 4:
+                raise KeyboardInterrupt
+            return original(*arguments) if done is None else done
+
+        return call
+
+    owner, name = {
+        "advanced": (engine, "round_function"),
+        "readback": (engine._readback, "start"),
+        "landing": (engine, "_land"),
+        "recording": (engine, "_record"),
+        "growing": (engine.seating, "grow"),
+    }[where]
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    ids = [engine.submit(r) for r in requests]
+    seen: dict[int, list[int]] = {i: [] for i in ids}
+    interrupted = 0
+    while engine.busy:
+        try:
+            events = engine.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+            assert not engine.live and len(engine.waiting) == 3
+            continue
+        for event in events:
+            seen[event.request_id] += event.tokens
+    assert interrupted == 1
+    assert [engine.completions[i].tokens for i in ids] == [seen[i] for i in ids] == plain
+    assert_accounted(engine)
+
+
+@torch.no_grad()
+def test_an_error_while_joining_keeps_events_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of("dmtp", max_batch=2)
+    first, second = engine.submit(Request(prompt(4, 1), 9)), engine.submit(Request(prompt(5, 2), 9))
+    fill = engine.seating._fill_tables
+    calls = 0
+
+    def failing(seat: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("no tables")
+        fill(seat)
+
+    monkeypatch.setattr(engine.seating, "_fill_tables", failing)
+    with pytest.raises(RuntimeError, match="no tables"):
+        engine.step()
+    assert_accounted(engine)
+    assert engine.live == [first] and engine.waiting == [second]
+    tokens: dict[int, list[int]] = {first: [], second: []}
+    while engine.busy:
+        for event in engine.step():
+            tokens[event.request_id] += event.tokens
+    assert all(tokens[i] == engine.completions[i].tokens and len(tokens[i]) == 9 for i in tokens)
+
+
+@pytest.mark.parametrize("value", [-3, 0])
+def test_num_pages_must_be_positive(value: int) -> None:
+    with pytest.raises(ValueError, match=f"num_pages: is {value}, must be at least 1"):
+        engine_of("dmtp", num_pages=value)
+    with pytest.raises(TypeError, match=r"max_batch: is 2.5, must be a whole number"):
+        engine_of("dmtp", max_batch=2.5)
