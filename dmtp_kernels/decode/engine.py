@@ -215,7 +215,7 @@ class Engine:
         return self._take_events()
 
     def _start_over(self) -> None:
-        """Preempt everybody: the device may be a round past what the host has read, and that round's results are lost."""
+        """Preempt everybody: the device may be a round past what the host has read, whose results are lost."""
         self._flight = None
         while self.seats:
             self.seating.leave(self.seats[-1])
