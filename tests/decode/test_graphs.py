@@ -197,3 +197,22 @@ def test_kernels_of_a_round_allocate_nothing_in_their_out_form(spec: Spec) -> No
         with capture_safe(allocations=False) as mode:
             op.out(**call)
     assert mode.calls > 0
+
+
+@torch.no_grad()
+def test_rows_147_149_every_input_has_the_rows_of_its_size() -> None:
+    """vLLM-2080Ti#208, sglang#9687: padding has eight rows of its own, and every input the rows of the size it runs at."""
+    engine = engine_of("dmtp", max_batch=24, graphs="padded")
+    runner = engine.graphs
+    assert runner is not None and runner.size_of(17) == 24
+    for size, view in runner._views.items():
+        named = {**view._tensors(), **view.index._asdict(), **vars(view.sampling)}
+        assert {name: t.shape[0] for name, t in named.items()} == dict.fromkeys(named, size)
+        assert view.index.slots.shape[1:] == (3, engine.stack.rows)
+        assert view.sampling.seed.shape == view.index.positions.shape == (size, engine.stack.rows)
+    for _ in range(17):
+        engine.submit(Request(prompt(3, 1), 6))
+    engine.step()
+    assert len(engine.seats) == 17
+    assert [len(t) for t in engine.seating.round_view().work.accepted or ()] == [17] * 5
+    assert len(runner._views[24].work.accepted.out_tokens) == 24  # type: ignore[union-attr]
