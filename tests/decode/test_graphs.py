@@ -201,7 +201,7 @@ def test_kernels_of_a_round_allocate_nothing_in_their_out_form(spec: Spec) -> No
 
 @torch.no_grad()
 def test_rows_147_149_every_input_has_the_rows_of_its_size() -> None:
-    """vLLM-2080Ti#208, sglang#9687: padding has eight rows of its own, and every input the rows of the size it runs at."""
+    """vLLM-2080Ti#208, sglang#9687: padding has eight rows of its own, every input the rows of the size it runs at."""
     engine = engine_of("dmtp", max_batch=24, graphs="padded")
     runner = engine.graphs
     assert runner is not None and runner.size_of(17) == 24
