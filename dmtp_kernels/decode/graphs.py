@@ -41,9 +41,10 @@ class GraphRunner:
 
     A round of n requests runs at the smallest size that holds them; rows from n on must be inert (budget 0), which
     `BatchState.clear` leaves them. On CUDA every size is captured once, by `warmup`, one graph for each of `GROUPS`.
-    All graphs share one memory pool, and since one round runs at a time the sizes share their intermediate tensors;
-    only the acceptance of each size keeps memory of its own. Graphs read page tables, lengths and seeds where the state
-    has them, so nothing is captured again when these change; kernels are compiled before the first capture.
+    All graphs share one memory pool, and since one round runs at a time the sizes share its memory: what a round leaves
+    holds until the next one starts, whatever its size, so copy it on the same stream (`readback.py` does). Graphs read
+    page tables, lengths and seeds where the state has them, so nothing is captured again when these change; kernels are
+    compiled before the first capture.
 
     Args:
         stack, state: of one engine; their tensors must stay where they are.
@@ -105,7 +106,8 @@ class GraphRunner:
             warmup({f"graphs of {n}": partial(self._capture, n, pool) for n in sizes}, progress=progress)
 
     def __call__(self, stack: Stack, view: BatchState) -> None:
-        """Run one round of the rows of `view`, the first rows of the state; leaves `view.work.accepted`."""
+        """Run one round of the rows of `view`, the first rows of the state; leaves `view.work.accepted`, which holds
+        until the next round."""
         if stack is not self.stack or view.length.data_ptr() != self.state.length.data_ptr():
             raise ValueError("view: is not made of the first rows of the state this runner was built for")
         live = view.length.shape[0]
@@ -136,7 +138,8 @@ class GraphRunner:
         for graph, group in zip(graphs, GROUPS, strict=True):
             with torch.cuda.graph(graph, pool=pool):
                 self._stages(group, view)
-        # until here `work` kept what one graph leaves for the next; other sizes may have that memory now
+        # until here `work` kept what one graph leaves for the next; other sizes may have that memory now, and sizes
+        # captured before may write where the acceptance lies: it holds for its own round
         self._results[size] = left(view.work.accepted)
         view.work = Work()
         self._graphs[size] = graphs

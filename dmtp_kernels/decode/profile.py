@@ -49,9 +49,9 @@ def profile_rounds(engine: Engine, requests: list[Request], *, rounds: int = 50,
 
     Returns:
         `{"round_ms", "stages": {name: {"ms", "models_ms"}}, "own_ms", "own_share", "rounds", "batch"}`: `models_ms` is
-        what the target, the drafter and the MTP module take inside a stage, heads and attention included; `own_ms` is
-        the rest of the round, the part that this library's kernels are for; the share is own_ms over round_ms. Means of
-        stages are scaled so that they add up to the median round.
+        what the target, the drafter and the MTP module take inside a stage, attention and the target's logits included;
+        `own_ms` is the rest of the round, draft heads and sampling included; the share is own_ms over round_ms. Means
+        of stages are scaled so that they add up to the median round.
 
     Raises:
         ValueError: the requests ended before a round was timed, or there are more of them than rows.
