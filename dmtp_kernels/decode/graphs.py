@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dmtp_kernels._warmup import warmup
+from dmtp_kernels.decode.ranges import ROUND, ranged
 from dmtp_kernels.decode.round import STAGES, stage
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.state import BatchState
@@ -40,7 +41,7 @@ class GraphRunner:
     """Runs rounds of the first rows of a state, whatever their number, with what was prepared for given sizes.
 
     A round of n requests runs at the smallest size that holds them; rows from n on must be inert (budget 0), which
-    `BatchState.clear` leaves them. On CUDA every size is captured once, by `warmup`, one graph for each of `GROUPS`.
+    `BatchState.clear` leaves them. On CUDA every size is captured once, by `warmup`, one graph for each of `groups`.
     All graphs share one memory pool, and since one round runs at a time the sizes share its memory: what a round leaves
     holds until the next one starts, whatever its size, so copy it on the same stream (`readback.py` does). Graphs read
     page tables, lengths and seeds where the state has them, so nothing is captured again when these change; kernels are
@@ -54,6 +55,9 @@ class GraphRunner:
     Raises:
         ValueError: a size is not within the rows of the state, or there is none.
     """
+
+    groups: ClassVar[Sequence[tuple[str, ...]]] = GROUPS
+    """Stages by graph."""
 
     def __init__(
         self,
@@ -112,30 +116,29 @@ class GraphRunner:
             raise ValueError("view: is not made of the first rows of the state this runner was built for")
         live = view.length.shape[0]
         size = self.size_of(live)
-        if not self._captured:
-            self._run(self._views[size])
-            accepted = left(self._views[size].work.accepted)
-        elif size in self._graphs:
-            for graph in self._graphs[size]:
-                graph.replay()
-            accepted = self._results[size]
-        else:
+        if self._captured and size not in self._graphs:
             raise RuntimeError(f"size {size} was not captured: call warmup first")
+        ranged(ROUND, self._replay if self._captured else self._run, stack.method)(self._views[size])
+        accepted = self._results[size] if self._captured else left(self._views[size].work.accepted)
         view.work = Work(accepted=Acceptance(*[t[:live] for t in accepted]))
 
+    def _replay(self, view: BatchState) -> None:
+        for graph, group in zip(self._graphs[view.length.shape[0]], self.groups, strict=True):
+            ranged("+".join(group), graph.replay, self.stack.method)()
+
     def _run(self, view: BatchState) -> None:
-        for group in GROUPS:
+        for group in self.groups:
             with self.guard():
                 self._stages(group, view)
 
     def _stages(self, group: tuple[str, ...], view: BatchState) -> None:
         for name in group:
-            stage(name)(self.stack, view)
+            stage(name, self.stack.method)(self.stack, view)
 
     def _capture(self, size: int, pool: Any) -> None:
         view = self._views[size]
-        graphs = [torch.cuda.CUDAGraph() for _ in GROUPS]
-        for graph, group in zip(graphs, GROUPS, strict=True):
+        graphs = [torch.cuda.CUDAGraph() for _ in self.groups]
+        for graph, group in zip(graphs, self.groups, strict=True):
             with torch.cuda.graph(graph, pool=pool):
                 self._stages(group, view)
         # until here `work` kept what one graph leaves for the next; other sizes may have that memory now, and sizes

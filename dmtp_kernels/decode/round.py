@@ -14,6 +14,8 @@ import torch
 from dmtp_kernels.decode.adaptive import adapt, chain_tokens, extend_block, merge_chain
 from dmtp_kernels.decode.draw import draft_tokens, target_tokens
 from dmtp_kernels.decode.forward import drafter_context, run_drafter, run_mtp, run_target, store
+from dmtp_kernels.decode.method import Method
+from dmtp_kernels.decode.ranges import ROUND, ranged
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.state import BatchState
 from dmtp_kernels.decode.work import MTPPass, TargetPass, Work, left
@@ -50,6 +52,11 @@ class RoundResult:
 
 def decode_round(stack: Stack, state: BatchState) -> RoundResult:
     """Run one round over all rows of `state` (a view on the live rows) and advance it in place."""
+    result: RoundResult = ranged(ROUND, _decode_round, stack.method)(stack, state)
+    return result
+
+
+def _decode_round(stack: Stack, state: BatchState) -> RoundResult:
     draft = propose(stack, state)
     return RoundResult(draft, finish_round(stack, state))
 
@@ -57,7 +64,7 @@ def decode_round(stack: Stack, state: BatchState) -> RoundResult:
 def propose(stack: Stack, state: BatchState) -> Draft:
     """The stages up to the draft, and what they proposed; `state.work` goes on without it."""
     for name in STAGES[: STAGES.index("verify")]:
-        stage(name)(stack, state)
+        stage(name, stack.method)(stack, state)
     work = state.work
     # the round overwrites the state's own ids and positions
     ids, positions = (None if t is None else t.clone() for t in (work.block_ids, work.block_positions))
@@ -67,13 +74,13 @@ def propose(stack: Stack, state: BatchState) -> Draft:
 def finish_round(stack: Stack, state: BatchState) -> Acceptance:
     """The stages from the verification on, and what they kept."""
     for name in STAGES[STAGES.index("verify") :]:
-        stage(name)(stack, state)
+        stage(name, stack.method)(stack, state)
     return left(state.work.accepted)
 
 
-def stage(name: str) -> Callable[[Stack, BatchState], None]:
-    """The stage called `name`."""
-    found: Callable[[Stack, BatchState], None] = globals()[name]
+def stage(name: str, method: Method | None = None) -> Callable[[Stack, BatchState], None]:
+    """The stage called `name`, in its range where somebody watches."""
+    found: Callable[[Stack, BatchState], None] = ranged(name, globals()[name], method)
     return found
 
 
