@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"", *CORE, "ops", "models", "decode"},
     "doctor": {"", *CORE},
     "_cli_errors": set(),
-    "bench": {"", *CORE, "_cli_errors", "ops"},
+    "bench": {"", *CORE, "_cli_errors", "ops", "testing"},
     "engines": {"", *CORE, "ops", "models", "decode", "training", "testing", "doctor"},
     "cli": {
         *("", *CORE, "_cli_errors", "ops", "models", "decode"),
