@@ -189,7 +189,8 @@ class RowMover {
  public:
   RowMover(const CommitKV& args, const CommitPlan& plan, int64_t b, const CommitLayer& layer)
       : args_(args), plan_(plan), layer_(layer), b_(b) {
-    const bool paged = args.page_size > 0;
+    const int64_t page_size = args.caches[layer.owner].page_size;
+    const bool paged = page_size > 0;
     heads_ = layer.rows.size[2];
     from_bytes_ = size_of(layer.rows.dtype);
     to_bytes_ = size_of(layer.cache.dtype);
@@ -197,7 +198,7 @@ class RowMover {
     page_ = layer.cache.stride[0] * to_bytes_;
     row_ = paged ? layer.cache.stride[1] * to_bytes_ : 0;
     head_ = layer.cache.stride[paged ? 2 : 1] * to_bytes_;
-    page_size_ = paged ? args.page_size : 1;
+    page_size_ = paged ? page_size : 1;
     copied_ = layer.rows.dtype == layer.cache.dtype && !layer.norm && !layer.rotated && !layer.scale;
     wide_ = layer.rows.dtype == DType::f64 || layer.cache.dtype == DType::f64;
   }
@@ -312,17 +313,30 @@ void choose_hidden(const CommitKV& args, const CommitPlan& plan, int64_t b) {
 
 void commit_kv(const CommitKV& args) {
   Scratch scratch;
-  const CommitPlan plan = commit_plan(args, scratch);
-  const Tensor& rows = args.layers[0].rows;
-  const int64_t bytes = rows.size[1] * rows.size[2] * rows.size[3] * size_of(rows.dtype);
+  const int64_t batch = args.error.size[0];
+  for (int64_t b = 0; b < batch; ++b) {
+    static_cast<int32_t*>(args.error.data)[b * args.error.stride[0]] = 0;
+  }
+  auto* plans = scratch.take<CommitPlan>(args.cache_count);
+  for (int64_t c = 0; c < args.cache_count; ++c) {
+    plans[c] = commit_plan(args, args.caches[c], scratch);
+  }
+  int64_t bytes = 1;  // of a request
+  for (int64_t i = 0; i < args.count; ++i) {
+    const Tensor& rows = args.layers[i].rows;
+    bytes += rows.size[1] * rows.size[2] * rows.size[3] * size_of(rows.dtype);
+  }
   const int64_t parts = args.count + 1;  // of a request: every kind of every layer, and its hidden
-  args.parallel(plan.batch * parts, std::max<int64_t>(1, kGrain / (bytes + 1)), [&](int64_t begin, int64_t end) {
+  args.parallel(batch * parts, std::max<int64_t>(1, kGrain * parts / bytes), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t b = i / parts, part = i % parts;
       if (part == args.count) {
-        choose_hidden(args, plan, b);
-      } else if (plan.count[b] > 0 && args.num_slots > 0 && rows.size[2] > 0) {
-        RowMover(args, plan, b, args.layers[part]).run();
+        choose_hidden(args, plans[0], b);
+        continue;
+      }
+      const CommitLayer& layer = args.layers[part];
+      if (plans[0].count[b] > 0 && args.caches[layer.owner].num_slots > 0 && layer.rows.size[2] > 0) {
+        RowMover(args, plans[layer.owner], b, layer).run();
       }
     }
   });

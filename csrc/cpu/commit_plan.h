@@ -14,7 +14,7 @@ inline int64_t whole_at(const Tensor& t, int64_t i) {
   return t.dtype == DType::i64 ? static_cast<const int64_t*>(t.data)[i] : static_cast<const int32_t*>(t.data)[i];
 }
 
-// What goes where, the same for every layer. Slots are those that are written: -1 elsewhere.
+// What goes where in a cache, the same for every layer. Slots are those that are written: -1 elsewhere.
 struct CommitPlan {
   int64_t batch, rows;
   int64_t* count;   // [B]
@@ -61,9 +61,9 @@ class Writers {
   int64_t *slot_, *last_, *owner_;
 };
 
-// Also writes the error bits.
-inline CommitPlan commit_plan(const CommitKV& args, Scratch& scratch) {
-  const int64_t batch = args.dst.size[0], rows = args.dst.size[1];
+// Also adds the error bits.
+inline CommitPlan commit_plan(const CommitKV& args, const CommitCache& cache, Scratch& scratch) {
+  const int64_t batch = cache.dst.size[0], rows = cache.dst.size[1];
   CommitPlan plan{batch,
                   rows,
                   scratch.take<int64_t>(batch),
@@ -71,7 +71,7 @@ inline CommitPlan commit_plan(const CommitKV& args, Scratch& scratch) {
                   scratch.fill<int64_t>(batch, -1),
                   scratch.fill<int64_t>(batch, -1)};
   Writers writers(scratch, batch * (rows + 1));
-  const auto inside = [&](int64_t slot) { return slot >= args.first_slot && slot < args.num_slots; };
+  const auto inside = [&](int64_t slot) { return slot >= cache.first_slot && slot < cache.num_slots; };
   auto* error = static_cast<int32_t*>(args.error.data);
 
   for (int64_t b = 0; b < batch; ++b) {
@@ -80,15 +80,15 @@ inline CommitPlan commit_plan(const CommitKV& args, Scratch& scratch) {
     const int64_t count = live ? std::clamp<int64_t>(valid, 0, rows) : 0;
     int32_t flags = live && (valid < 0 || valid > rows) ? kBadCount : 0;
     plan.count[b] = count;
-    const int64_t pending = args.pending_slot ? whole_at(args.pending_slot, b * args.pending_slot.stride[0]) : -1;
+    const int64_t pending = cache.pending_slot ? whole_at(cache.pending_slot, b * cache.pending_slot.stride[0]) : -1;
     for (int64_t j = 0; j < rows; ++j) {
       int64_t slot = -1;
       if (count > 0 && j >= count) {
-        slot = args.scratch_dst ? whole_at(args.scratch_dst, b * args.scratch_dst.stride[0] + j) : -1;
+        slot = cache.scratch_dst ? whole_at(cache.scratch_dst, b * cache.scratch_dst.stride[0] + j) : -1;
       } else if (j < count) {
-        slot = args.pending_slot && j == count - 1 ? pending : whole_at(args.dst, b * args.dst.stride[0] + j);
+        slot = cache.pending_slot && j == count - 1 ? pending : whole_at(cache.dst, b * cache.dst.stride[0] + j);
       }
-      flags |= slot >= args.num_slots ? kBadSlot : 0;
+      flags |= slot >= cache.num_slots ? kBadSlot : 0;
       plan.slot[b * rows + j] = inside(slot) ? slot : -1;
       if (args.positions && inside(slot)) {
         const int64_t position = whole_at(args.positions, b * args.positions.stride[0] + j);
@@ -96,15 +96,15 @@ inline CommitPlan commit_plan(const CommitKV& args, Scratch& scratch) {
       }
     }
     if (count > 0 && inside(pending)) {
-      const int64_t target = whole_at(args.promote_dst, b * args.promote_dst.stride[0]);
-      flags |= target >= args.num_slots ? kBadSlot : 0;
+      const int64_t target = whole_at(cache.promote_dst, b * cache.promote_dst.stride[0]);
+      flags |= target >= cache.num_slots ? kBadSlot : 0;
       if (inside(target)) {
         plan.source[b] = pending;
         plan.target[b] = target;
         writers.add(target, b, b);
       }
     }
-    error[b * args.error.stride[0]] = flags;
+    error[b * args.error.stride[0]] |= flags;
   }
   for (int64_t i = 0; i < batch * rows; ++i) {
     if (plan.slot[i] >= 0) {

@@ -1,4 +1,4 @@
-"""Placement of one round's MTP rows: history, pending slot, scratch, predictor hidden and length, in one call."""
+"""Placement of a round's rows: history, pending slot, scratch, predictor hidden, length; one cache or all of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from dmtp_kernels.ops._checks import as_scale, check_list
 from dmtp_kernels.ops.commit_kv.op import COMMIT_KV
+from dmtp_kernels.ops.commit_kv.op_round import COMMIT_ROUND
 
 BAD_COUNT, BAD_SLOT, BAD_OWNER, BAD_POSITION = 1, 2, 4, 8
 """Bits of the returned error: a count outside 0..R was clamped; a slot beyond the cache was skipped; another request
@@ -113,6 +114,89 @@ def commit_kv(
         cos_sin=cos_sin,
         positions=positions,
     )
+
+
+def commit_round(
+    rows_k: Sequence[torch.Tensor],
+    rows_v: Sequence[torch.Tensor],
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    valid: torch.Tensor,
+    dst: Sequence[torch.Tensor],
+    *,
+    layers: Sequence[int],
+    pending_slot: torch.Tensor | None = None,
+    promote_dst: torch.Tensor | None = None,
+    scratch_dst: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+    next_hidden: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
+    first_slot: int | Sequence[int] = 0,
+    k_scale: _Scale | Sequence[_Scale | None] | None = None,
+    v_scale: _Scale | Sequence[_Scale | None] | None = None,
+) -> torch.Tensor:
+    """Commit the valid rows of a round to several caches, in place and in one launch.
+
+    Does `commit_kv` on each cache, bit for bit: rows 0..c-1 of request b go to `dst[cache][b]`. Pending slot, promotion
+    and scratch are those of the last cache; the others get the true rows alone.
+
+    Args:
+        rows_k, rows_v, k_caches, v_caches: as in `commit_kv`, the layers of all caches one after another. Layers of one
+            cache agree in shape and dtype; caches may differ in heads, dims, page size, slots, dtypes and strides. No
+            two caches may share memory.
+        valid: `[B]` int32/int64, rows that are true, the same in all caches.
+        dst: list, per cache `[B, R]` int32/int64 slots of that cache.
+        layers: how many of the layers belong to each cache.
+        pending_slot, promote_dst, scratch_dst: slots of the last cache, as in `commit_kv`.
+        hidden, next_hidden, lengths, live: as in `commit_kv`; `lengths` grows once.
+        first_slot: one for all caches, or a list of one a cache.
+        k_scale, v_scale: as in `commit_kv`, one for all caches, or a list of one a cache or one a layer, in which None
+            (an empty tensor in the raw op) stands for a cache without.
+
+    Returns:
+        `[B]` int32 error bits, those of all caches together: see `commit_kv`.
+
+    Raises:
+        ValueError, TypeError: a shape, dtype, stride or device is wrong; the message names the argument, `rows_k[3]` or
+            `dst[1]` in a list.
+
+    Source: section 6.3 of the DMTP description; README.md beside this file.
+    """
+    for name, tensors in (("rows_k", rows_k), ("rows_v", rows_v), ("k_caches", k_caches), ("v_caches", v_caches)):
+        check_list(name, tensors, "one tensor per layer")
+    check_list("dst", dst, "one tensor per cache")
+    check_list("layers", layers, "one whole number per cache")
+    return COMMIT_ROUND.functional(
+        list(rows_k),
+        list(rows_v),
+        list(k_caches),
+        list(v_caches),
+        valid,
+        list(dst),
+        layers=list(layers),
+        pending_slot=pending_slot,
+        promote_dst=promote_dst,
+        scratch_dst=scratch_dst,
+        hidden=hidden,
+        next_hidden=next_hidden,
+        lengths=lengths,
+        live=live,
+        first_slot=[first_slot] if isinstance(first_slot, int) else list(first_slot),
+        k_scale=_round_scales("k_scale", k_scale, valid, len(layers)),
+        v_scale=_round_scales("v_scale", v_scale, valid, len(layers)),
+    )
+
+
+def _round_scales(
+    name: str, scales: _Scale | Sequence[_Scale | None] | None, valid: torch.Tensor, caches: int
+) -> list[torch.Tensor] | None:
+    if scales is None:
+        return None
+    if not isinstance(scales, Sequence):
+        return [as_scale(name, scales, valid.device)] * caches
+    none = torch.empty(0, device=valid.device)
+    return [none if s is None else as_scale(f"{name}[{i}]", s, valid.device) for i, s in enumerate(scales)]
 
 
 def _weights(weights: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:

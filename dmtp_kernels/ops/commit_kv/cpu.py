@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dmtp_kernels import backends
+from dmtp_kernels.ops.commit_kv.round_layers import cache_layers
 
 
 def commit_kv(
@@ -59,3 +60,58 @@ def commit_kv(
         positions,
         error,
     )
+
+
+def commit_round(
+    rows_k: Sequence[torch.Tensor],  # layers of all caches x [B, R, Hkv, Dk]
+    rows_v: Sequence[torch.Tensor],
+    k_caches: Sequence[torch.Tensor],  # mutated
+    v_caches: Sequence[torch.Tensor],
+    valid: torch.Tensor,  # [B]
+    dst: Sequence[torch.Tensor],  # caches x [B, R]
+    layers: Sequence[int],  # of each cache
+    pending_slot: torch.Tensor | None,  # [B], like the next two of the last cache
+    promote_dst: torch.Tensor | None,
+    scratch_dst: torch.Tensor | None,  # [B, R]
+    hidden: torch.Tensor | None,  # [B, R, H]
+    next_hidden: torch.Tensor | None,  # [B, H] mutated
+    lengths: torch.Tensor | None,  # [B] mutated
+    live: torch.Tensor | None,  # [B]
+    first_slot: Sequence[int],  # 1 or one a cache
+    k_scale: Sequence[torch.Tensor] | None,  # one a cache or one a layer
+    v_scale: Sequence[torch.Tensor] | None,
+    error: torch.Tensor,  # [B] out
+) -> None:
+    """As `reference.commit_round`."""
+    backends.compiled().commit_round(
+        rows_k,
+        rows_v,
+        k_caches,
+        v_caches,
+        valid,
+        dst,
+        layers,
+        pending_slot,
+        promote_dst,
+        scratch_dst,
+        hidden,
+        next_hidden,
+        lengths,
+        live,
+        first_slot,
+        _expanded(k_scale, layers, rows_k),
+        _expanded(v_scale, layers, rows_v),
+        error,
+    )
+
+
+def _expanded(
+    scales: Sequence[torch.Tensor] | None, layers: Sequence[int], rows: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:  # per layer [B, Hkv]
+    found: list[torch.Tensor | None] = []
+    for own in cache_layers(layers) if scales is not None else ():
+        given = own.scales(scales)
+        for layer in range(own.first, own.last):
+            scale = None if given is None else given[layer - own.first if len(given) > 1 else 0]
+            found.append(None if scale is None else scale.expand(rows[layer].shape[0], rows[layer].shape[2]))
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dmtp_kernels.ops.commit_kv import BAD_COUNT, BAD_OWNER, BAD_POSITION, BAD_SLOT
+from dmtp_kernels.ops.commit_kv.round_layers import cache_layers
 
 _NAN = 0x7F  # of both fp8 formats
 
@@ -80,6 +81,42 @@ def commit_kv(
         next_hidden.copy_(torch.where(active[:, None], chosen, next_hidden))
     if lengths is not None:
         lengths.add_(count.to(lengths.dtype))
+
+
+def commit_round(
+    rows_k: Sequence[torch.Tensor],  # layers of all caches x [B, R, Hkv, Dk]
+    rows_v: Sequence[torch.Tensor],
+    k_caches: Sequence[torch.Tensor],  # mutated
+    v_caches: Sequence[torch.Tensor],
+    valid: torch.Tensor,  # [B]
+    dst: Sequence[torch.Tensor],  # caches x [B, R]
+    layers: Sequence[int],  # of each cache
+    pending_slot: torch.Tensor | None,  # [B], like the next two of the last cache
+    promote_dst: torch.Tensor | None,
+    scratch_dst: torch.Tensor | None,  # [B, R]
+    hidden: torch.Tensor | None,  # [B, R, H]
+    next_hidden: torch.Tensor | None,  # [B, H] mutated
+    lengths: torch.Tensor | None,  # [B] mutated
+    live: torch.Tensor | None,  # [B]
+    first_slot: Sequence[int],  # 1 or one a cache
+    k_scale: Sequence[torch.Tensor] | None,  # one a cache or one a layer
+    v_scale: Sequence[torch.Tensor] | None,
+    error: torch.Tensor,  # [B] out
+) -> None:
+    """`commit_kv` on one cache after the other."""
+    error.zero_()
+    part = torch.empty_like(error)
+    for own in cache_layers(layers):
+        of = slice(own.first, own.last)
+        tail: tuple[torch.Tensor | None, ...] = (None,) * 6
+        if own.index == len(layers) - 1:
+            tail = (pending_slot, promote_dst, scratch_dst, hidden, next_hidden, lengths)
+        commit_kv(
+            rows_k[of], rows_v[of], k_caches[of], v_caches[of], valid, dst[own.index], *tail, live,
+            first_slot[own.index if len(first_slot) > 1 else 0], own.scales(k_scale), own.scales(v_scale),
+            None, 0.0, 0.0, None, None, part,
+        )  # fmt: skip
+        error.bitwise_or_(part)
 
 
 def _of(tensors: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor | None:
