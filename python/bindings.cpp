@@ -28,6 +28,7 @@ PYBIND11_MODULE(_C, m) {
   dmtp::bind_accept(m);
   dmtp::bind_advance(m);
   dmtp::bind_block_attention(m);
+  dmtp::bind_calls(m);
   dmtp::bind_commit_kv(m);
   dmtp::bind_draft_pages(m);
   dmtp::bind_lm_head(m);

@@ -9,6 +9,7 @@ namespace dmtp {
 void bind_accept(pybind11::module_&);
 void bind_advance(pybind11::module_&);
 void bind_block_attention(pybind11::module_&);
+void bind_calls(pybind11::module_&);
 void bind_commit_kv(pybind11::module_&);
 void bind_draft_pages(pybind11::module_&);
 void bind_lm_head(pybind11::module_&);

@@ -31,7 +31,10 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_loaded", {})
     monkeypatch.setattr(backends, "_chosen", {})
     monkeypatch.setattr(backends, "_forced", {})
-    monkeypatch.setattr(backends, "_compiled", types.ModuleType("_C"))
+    module = types.ModuleType("_C")
+    module.signature = lambda values: None  # type: ignore[attr-defined]
+    module.allocate = lambda wanted, device: [torch.empty(s, dtype=d, device=device) for s, d in wanted]  # type: ignore[attr-defined]
+    monkeypatch.setattr(backends, "_compiled", module)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     RAN.clear()
 

@@ -18,8 +18,9 @@ CORE = {"_library", "_warmup", "backends"}
 
 # part of the package -> parts it may import besides itself; "" is the package's own __init__
 ALLOWED: dict[str, set[str]] = {
-    "_library": {"backends"},
+    "_library": {"_calls", "backends"},
     "backends": {"_build", "_C", "_warmup"},
+    "_calls": {"backends"},
     "_warmup": set(),
     "_build": set(),
     "ops": CORE,
@@ -29,10 +30,12 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"", *CORE, "ops", "models", "decode"},
     "doctor": {"", *CORE},
     "_cli_errors": set(),
+    "_cli_options": set(),
+    "cli_profile": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode", "training"},
     "bench": {"", *CORE, "_cli_errors", "ops", "testing"},
     "engines": {"", *CORE, "ops", "models", "decode", "training", "testing", "doctor"},
     "cli": {
-        *("", *CORE, "_cli_errors", "ops", "models", "decode"),
+        *("", *CORE, "_cli_errors", "_cli_options", "cli_profile", "ops", "models", "decode"),
         *("training", "testing", "doctor", "engines", "bench"),
     },
     "": {*CORE, "ops"},
