@@ -41,14 +41,14 @@ def read_bandwidth(device: torch.device | str = "cpu", *, nbytes: int | None = N
         integers.amax,
         lambda: torch.mv(floats.view(-1, _ROW // 4), floats[: _ROW // 4]),
     ]
-    return words.nbytes / min(_best(read, words.device, rounds) for read in readers)
+    return words.nbytes / min(best_seconds(read, words.device, rounds) for read in readers)
 
 
 def copy_bandwidth(device: torch.device | str = "cpu", *, nbytes: int | None = None, rounds: int = 7) -> float:
     """Bytes read plus bytes written per second by a copy of `nbytes`, the best of `rounds`."""
     source = torch.ones((nbytes or _size(device)) // 8, dtype=torch.int64, device=device)
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / _best(lambda: target.copy_(source), source.device, rounds)
+    return 2 * source.nbytes / best_seconds(lambda: target.copy_(source), source.device, rounds)
 
 
 def _size(device: torch.device | str) -> int:
@@ -62,7 +62,7 @@ def _size(device: torch.device | str) -> int:
     return max(CPU_BYTES, min(4 * cache, memory // 8))
 
 
-def _best(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+def best_seconds(run: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Seconds of the fastest of `rounds` runs after one that is not timed."""
     run()
     times = []

@@ -4,7 +4,7 @@ A round of the decode loop runs once with the Triton kernels, in Triton's interp
 references; the first counts launches, the second the ATen kernels of the eager chain (views and plain allocations
 launch nothing and are not counted). The models' own layers are left out; what the loop computes with PyTorch between
 the ops is shown as `between`. With `--verification rejection` and `block` that includes the draft's distributions, made
-in stage `t1` and between the ops.
+in stage `t1` and between the ops. Collectives are those of a tensor-parallel round (`profiling.collectives`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.testing.models import tiny_checkpoint
 from dmtp_kernels.testing.watch import Launch, watch_launches
+from profiling.collectives import of_method
 from profiling.table import table
 
 STAGES = {
@@ -46,7 +48,11 @@ STAGES = {
 _NOTES = """\
 launches: kernels of the Triton backend. eager: ATen kernels of the ops' PyTorch references.
 bookkeeping is advance_round; between is what the loop itself computes in PyTorch between the ops, the same in both.
-The models' layers and their attention are left out."""
+The models' layers and their attention are left out.
+collectives: what a tensor-parallel round exchanges for T1, the drafted tokens and the target's, counted over gloo in 2
+processes. fused: one MAX over keys for T1, with a whole embedding table on each rank (one more with a table that is
+cut), and one for the drafted rows; the target's logits are gathered as by an engine. eager: gathered logits and an
+embedding all-reduce for T1, gathered maxima and gathered ids for the drafted rows."""
 _DRAWS = "t1 and between hold the loop's own PyTorch kernels that make the draft's distributions, which target has not."
 _KERNEL_FREE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
 
@@ -182,13 +188,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from dmtp_kernels.testing import interpreter
 
     interpreter.install()
-    found = count(options.method, options.batch, options.temperature, options.verification)
+    with ThreadPoolExecutor(1) as pool:
+        # in processes of their own, so meanwhile
+        exchanged = pool.submit(of_method, METHODS[options.method], options.verification != "target")
+        found = count(options.method, options.batch, options.temperature, options.verification)
+        found["collectives"] = exchanged.result()
     if options.json:
         print(json.dumps(found))
     else:
         rows = [(name, launched, found["eager"][name]) for name, launched in found["stages"].items()]
         total = ("total", *(sum(found[column].values()) for column in ("stages", "eager")))
         print(table(("stage", "launches", "eager"), [*rows, total]))
+        exchanges = found["collectives"]
+        rows = [(name, entry["fused"], entry["eager"]) for name, entry in exchanges["stages"].items()]
+        print(table(("collectives", "fused", "eager"), [*rows, ("all", exchanges["fused"], exchanges["eager"])]))
         print(_NOTES if options.verification == "target" else f"{_NOTES}\n{_DRAWS}")
     return 0
 

@@ -21,7 +21,7 @@ def test_a_plausible_figure(measure: object, nbytes: int) -> None:
 def test_the_fastest_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 4.0, 10.0, 10.5, 20.0, 29.0])
     monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(clock))
-    assert bandwidth._best(lambda: None, torch.device("cpu"), 3) == 0.5
+    assert bandwidth.best_seconds(lambda: None, torch.device("cpu"), 3) == 0.5
 
 
 def test_the_default_is_larger_than_the_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

@@ -31,6 +31,11 @@ def test_a_round_launches_what_was_promised(capsys: pytest.CaptureFixture[str]) 
     # the eager chain of every op launches many times as much; between the ops both are the same
     assert all(found["eager"][name] >= 5 * stages[name] for name in stages if name != "between")
     assert found["eager"]["between"] == stages["between"]
+    # one maximum over keys decides each of T1 and the drafted tokens
+    collectives = found["collectives"]
+    assert collectives["stages"]["t1"] == collectives["stages"]["draft_head"] == {"fused": 1, "eager": 2}
+    assert collectives["stages"]["target"] == {"fused": 1, "eager": 1}
+    assert (collectives["fused"], collectives["eager"]) == (3, 5)
 
 
 def test_the_table_adds_up_and_says_what_its_rows_are(capsys: pytest.CaptureFixture[str]) -> None:

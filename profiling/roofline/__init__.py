@@ -1,0 +1,1 @@
+"""Each op against the limit of this machine, and estimated rounds on GPUs: `python -m profiling.roofline`."""
