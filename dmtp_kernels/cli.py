@@ -11,15 +11,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dmtp_kernels._cli_errors import one_line_errors
+from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
 from dmtp_kernels.bench.cli import bench_app
+from dmtp_kernels.cli_profile import profile_command
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, read_record, run_method
 from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
-from dmtp_kernels.decode.profile import profile_rounds
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
 from dmtp_kernels.models.checkpoint import EMBEDDED, Checkpoint, load_checkpoint
@@ -29,12 +29,6 @@ from dmtp_kernels.training.data import held_out_prompts
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 app.add_typer(bench_app, name="bench")
-
-MOST_ROWS = 4096
-"""Rows of one engine that the command line asks for at most."""
-
-CheckpointOption = Annotated[Path | None, typer.Option(help="safetensors of another trio (default: the embedded one)")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON only")]
 
 
 @app.command()
@@ -77,45 +71,7 @@ def generate(
         raise typer.Exit(1)
 
 
-@app.command("profile")
-@one_line_errors
-def profile_command(
-    method: Annotated[str, typer.Option(help=f"one of {', '.join(METHODS)}")] = "dmtp",
-    batch: Annotated[int, typer.Option(help="requests decoded together, all of them in every timed round")] = 8,
-    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 1.0,
-    verification: Annotated[str, typer.Option(help="target, rejection or block")] = "target",
-    rounds: Annotated[int, typer.Option(help="timed rounds")] = 50,
-    checkpoint: CheckpointOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Time of a round by stage, and how much of it the models take."""
-    if not 1 <= batch <= MOST_ROWS:
-        raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
-    if rounds < 1:
-        raise ValueError(f"rounds: is {rounds}, must be at least 1")
-    chosen = get_method(method)
-    models = load_checkpoint(checkpoint, drafters=[chosen.drafter] if chosen.drafter else [])
-    limit = models.target.config.max_positions - MAX_ROWS
-    texts = [p["text"].encode()[: limit // 4] for p in held_out_prompts()]
-    requests = [
-        Request(tuple(text := texts[i % len(texts)]), limit - len(text), temperature, seed=i) for i in range(batch)
-    ]
-    engine = Engine(models, chosen, max_batch=batch, max_tokens=limit, verification=verification)
-    found = profile_rounds(engine, requests, rounds=rounds) | {"method": chosen.name, "temperature": temperature}
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    table = Table(title=f"{chosen.name}, {batch} requests, T = {temperature}: {found['round_ms']:.2f} ms a round")
-    for name in ("stage", "ms", "% of the round", "of it models, ms"):
-        table.add_column(name, justify="left" if name == "stage" else "right")
-    for name, row in found["stages"].items():
-        share = 100 * row["ms"] / found["round_ms"]
-        table.add_row(name, f"{row['ms']:.3f}", f"{share:.1f}", f"{row['models_ms']:.3f}")
-    console = Console()
-    console.print(table)
-    console.print(
-        f"outside the models: {found['own_ms']:.2f} ms, {100 * found['own_share']:.1f} % ({found['rounds']} rounds)"
-    )
+app.command("profile")(profile_command)
 
 
 @app.command("compare")

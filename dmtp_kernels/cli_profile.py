@@ -1,0 +1,89 @@
+"""`dmtp profile`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from dmtp_kernels._cli_errors import one_line_errors
+from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
+from dmtp_kernels.decode.engine import Engine
+from dmtp_kernels.decode.method import METHODS
+from dmtp_kernels.decode.profile import WARMUP, profile_methods
+from dmtp_kernels.decode.profile_files import TRACE_SUFFIXES, check_file, figure_class, plot_stages, trace_rounds
+from dmtp_kernels.decode.profile_table import beside, overhead_table, own_share
+from dmtp_kernels.decode.request import Request
+from dmtp_kernels.decode.stack import MAX_ROWS, get_method
+from dmtp_kernels.models.checkpoint import load_checkpoint
+from dmtp_kernels.training.data import held_out_prompts
+
+TRACED = 8
+"""Rounds in a trace."""
+
+
+@one_line_errors
+def profile_command(
+    method: Annotated[str, typer.Option(help=f"one of {', '.join(METHODS)}")] = "dmtp",
+    against: Annotated[
+        str, typer.Option(help="method measured in turns with it, or none; the same as --method counts as none")
+    ] = "dflash",
+    batch: Annotated[int, typer.Option(help="requests decoded together, all of them in every timed round")] = 8,
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 1.0,
+    verification: Annotated[str, typer.Option(help="target, rejection or block")] = "target",
+    rounds: Annotated[int, typer.Option(help="timed rounds")] = 50,
+    warmup: Annotated[int, typer.Option(help="rounds before them")] = WARMUP,
+    graphs: Annotated[bool, typer.Option("--graphs", help="each stage a CUDA graph; eager without CUDA")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help=f"also write {TRACED} rounds of the method as a Chrome trace, .json or .json.gz")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="write the stages as stacked bars to a PNG")] = None,
+    checkpoint: CheckpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time of a round by stage, beside another method, and how much of it the models take."""
+    if not 1 <= batch <= MOST_ROWS:
+        raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
+    if rounds < 1:
+        raise ValueError(f"rounds: is {rounds}, must be at least 1")
+    if warmup < 0:
+        raise ValueError(f"warmup: is {warmup}, must be at least 0")
+    chosen = [get_method(method)]
+    if against not in ("none", method):
+        if against not in METHODS:
+            raise ValueError(f"against: no method {against!r}, must be none or one of {', '.join(METHODS)}")
+        chosen.append(METHODS[against])
+    if trace is not None:
+        check_file("trace", trace, TRACE_SUFFIXES)
+    if plot is not None:
+        check_file("plot", plot, (".png",))
+        figure_class()
+    models = load_checkpoint(checkpoint, drafters=[m.drafter for m in chosen if m.drafter])
+    limit = models.target.config.max_positions - MAX_ROWS
+    texts = [p["text"].encode()[: limit // 4] for p in held_out_prompts()]
+    requests = [
+        Request(tuple(text := texts[i % len(texts)]), limit - len(text), temperature, seed=i) for i in range(batch)
+    ]
+
+    def engine(index: int) -> Engine:
+        return Engine(models, chosen[index], max_batch=batch, max_tokens=limit, verification=verification)
+
+    engines = [engine(index) for index in range(len(chosen))]
+    results = profile_methods(engines, requests, rounds=rounds, warmup=warmup, graphs=graphs)
+    results = [found | {"temperature": temperature, "verification": verification} for found in results]
+    if trace is not None:
+        trace_rounds(engine(0), requests, trace, rounds=min(TRACED, rounds), warmup=warmup)
+    if plot is not None:
+        plot_stages(results[::-1], plot)
+    found = beside(results[0], results[1] if len(results) > 1 else None)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    console.print(overhead_table(found))
+    for row in results:
+        console.print(own_share(row), highlight=False)
