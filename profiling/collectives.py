@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,28 +133,31 @@ DRAWN: dict[str, tuple[Route, Route]] = {
 
 
 def of_method(method: Method, drawn: bool = False) -> dict[str, Any]:
-    """`count` of the stages that a round of `method` has: T1, the head over drafted rows, the target's tokens."""
-    has_t1 = method.drafter is not None and method.first == "mtp"
-    repeats = {"t1": int(has_t1), "draft_head": method.chain or int(method.drafter is not None), "target": 1}
-    return count({stage: times for stage, times in repeats.items() if times}, drawn)
+    """`{"fused": n, "eager": n, "stages": {stage: {"fused": n, "eager": n}}}` of a round of `method`.
 
-
-def count(stages: Mapping[str, int], drawn: bool = False) -> dict[str, Any]:
-    """`{"fused": n, "eager": n, "stages": {stage: {"fused": n, "eager": n}}}`, counted in `WORLD` processes.
-
-    Args:
-        stages: how often a round runs each stage.
-        drawn: candidates are drawn from probabilities, not greedy.
+    Stages: `t1`, `draft_head` (the head over drafted rows, once a candidate in a chain) and `target` (the target's
+    tokens or logits). `drawn`: candidates are drawn from probabilities, not greedy.
 
     Raises:
         RuntimeError: a process failed, or the ranks or routes disagree about a token or a count.
     """
+    has_t1 = method.drafter is not None and method.first == "mtp"
+    repeats = {"t1": int(has_t1), "draft_head": method.chain or int(method.drafter is not None), "target": 1}
+    once = counted()["drawn" if drawn else "greedy"]
+    stages = {
+        name: {route: times * calls for route, calls in once[name].items()} for name, times in repeats.items() if times
+    }
+    return {**{route: sum(s[route] for s in stages.values()) for route in ("fused", "eager")}, "stages": stages}
+
+
+@cache
+def counted() -> dict[str, dict[str, dict[str, int]]]:
+    """Calls of every stage by either route, where candidates are `greedy` and where they are `drawn`."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "0"}
-        command = [sys.executable, "-m", "profiling.collectives", folder, str(int(drawn)), ",".join(stages)]
         children = [
             subprocess.Popen(
-                [*command, str(rank)],
+                [sys.executable, "-m", "profiling.collectives", folder, str(rank)],
                 cwd=_ROOT,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -171,17 +175,26 @@ def count(stages: Mapping[str, int], drawn: bool = False) -> dict[str, Any]:
         if any(child.returncode for child in children):
             raise RuntimeError(f"a rank failed: {said}")
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    if any(one != found[0] for one in found) or any(e["fused"][1] != e["eager"][1] for e in found[0].values()):
-        raise RuntimeError(f"ranks or routes disagree: {found}")
-    by_stage = {
-        name: {route: stages[name] * entry[route][0] for route in ("fused", "eager")}
-        for name, entry in found[0].items()
+    return agreed(found)
+
+
+def agreed(ranks: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    """Calls alone, from `{kind: {stage: {route: [calls, tokens]}}}` of every rank.
+
+    Raises:
+        RuntimeError: ranks or routes disagree.
+    """
+    for kind, stages in ranks[0].items():
+        for stage, routes in stages.items():
+            if routes["fused"][1] != routes["eager"][1] or any(r[kind][stage] != routes for r in ranks):
+                raise RuntimeError(f"ranks or routes disagree about {kind} {stage}: {[r[kind][stage] for r in ranks]}")
+    return {
+        kind: {stage: {route: calls for route, (calls, _) in routes.items()} for stage, routes in stages.items()}
+        for kind, stages in ranks[0].items()
     }
-    totals = {route: sum(entry[route] for entry in by_stage.values()) for route in ("fused", "eager")}
-    return {**totals, "stages": by_stage}
 
 
-def _run_rank(rank: int, folder: str, drawn: bool, stages: Sequence[str]) -> None:
+def _run_rank(folder: Path, rank: int) -> None:
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -190,16 +203,17 @@ def _run_rank(rank: int, folder: str, drawn: bool, stages: Sequence[str]) -> Non
         timeout=datetime.timedelta(seconds=_SECONDS),
     )
     this = _Rank(rank)
-    found: dict[str, dict[str, tuple[int, list[int]]]] = {}
-    for stage in stages:
-        found[stage] = {}
-        for name, route in zip(("fused", "eager"), (DRAWN if drawn else GREEDY)[stage], strict=True):
-            with _Counted() as counted:
-                tokens = route(this)
-            found[stage][name] = counted.calls, tokens.tolist()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    found: dict[str, dict[str, dict[str, tuple[int, list[int]]]]] = {}
+    for kind, stages in (("greedy", GREEDY), ("drawn", DRAWN)):
+        found[kind] = {stage: {} for stage in stages}
+        for stage, routes in stages.items():
+            for name, route in zip(("fused", "eager"), routes, strict=True):
+                with _Counted() as mode:
+                    tokens = route(this)
+                found[kind][stage][name] = mode.calls, tokens.tolist()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    _run_rank(int(sys.argv[4]), sys.argv[1], sys.argv[2] == "1", [s for s in sys.argv[3].split(",") if s])
+    _run_rank(Path(sys.argv[1]), int(sys.argv[2]))

@@ -11,7 +11,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("kernels are interpreted for the life of a process", allow_module_level=True)
 
 from dmtp_kernels.decode import round as rounds
-from profiling import launches
+from dmtp_kernels.decode.method import METHODS
+from profiling import collectives, launches
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +33,10 @@ def test_a_round_launches_what_was_promised(capsys: pytest.CaptureFixture[str]) 
     assert all(found["eager"][name] >= 5 * stages[name] for name in stages if name != "between")
     assert found["eager"]["between"] == stages["between"]
     # one maximum over keys decides each of T1 and the drafted tokens
-    collectives = found["collectives"]
-    assert collectives["stages"]["t1"] == collectives["stages"]["draft_head"] == {"fused": 1, "eager": 2}
-    assert collectives["stages"]["target"] == {"fused": 1, "eager": 1}
-    assert (collectives["fused"], collectives["eager"]) == (3, 5)
+    exchanged = found["collectives"]
+    assert exchanged["stages"]["t1"] == exchanged["stages"]["draft_head"] == {"fused": 1, "eager": 2}
+    assert exchanged["stages"]["target"] == {"fused": 1, "eager": 1}
+    assert (exchanged["fused"], exchanged["eager"]) == (3, 5)
 
 
 def test_the_table_adds_up_and_says_what_its_rows_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,3 +64,29 @@ def test_methods_without_mtp_have_no_t1_kernels() -> None:
     stages = launches.count("dflash")["stages"]
     assert stages["accept"] == stages["bookkeeping"] == stages["pages"] == 1
     assert "commit" not in stages and stages["commit_context"] == 2
+
+
+def test_collectives_of_other_methods_and_of_drawn_candidates() -> None:
+    def of(name: str, drawn: bool = False) -> tuple[int, int]:
+        found = collectives.of_method(METHODS[name], drawn)
+        assert set(found["stages"]) <= {"t1", "draft_head", "target"}
+        return found["fused"], found["eager"]
+
+    assert of("dmtp") == (3, 5)
+    assert of("dflash") == (2, 3)
+    assert of("autoregressive") == (1, 1)
+    # a chain selects once a candidate
+    assert of("mtp4") == (5, 9)
+    # a draw needs whole logits, by either route; T1's embedding stays on its rank
+    assert of("dmtp", drawn=True) == (3, 4)
+
+
+def test_ranks_and_routes_must_agree() -> None:
+    stage = {"fused": [1, [5]], "eager": [2, [5]]}
+    assert collectives.agreed([{"greedy": {"t1": stage}}] * 2) == {"greedy": {"t1": {"fused": 1, "eager": 2}}}
+    for other in ({**stage, "fused": [1, [6]]}, {**stage, "fused": [2, [5]]}):
+        with pytest.raises(RuntimeError, match="disagree about greedy t1"):
+            collectives.agreed([{"greedy": {"t1": stage}}, {"greedy": {"t1": other}}])
+    wrong = {**stage, "eager": [2, [6]]}
+    with pytest.raises(RuntimeError, match="disagree"):
+        collectives.agreed([{"greedy": {"t1": wrong}}] * 2)
