@@ -22,7 +22,7 @@ TRACE_SUFFIXES = (".json", ".json.gz")
 COLORS = {
     "t1": "#d62728",
     "draft": "#1f77b4",
-    "verify": "#7f7f7f",
+    "verify": "#8c564b",
     "accept": "#2ca02c",
     "mtp": "#ff7f0e",
     "commit": "#9467bd",
