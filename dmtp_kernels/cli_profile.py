@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -42,6 +43,9 @@ def profile_command(
         Path | None, typer.Option(help=f"also write {TRACED} rounds of the method as a Chrome trace, .json or .json.gz")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="write the stages as stacked bars to a PNG")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda", show_default="cuda where there is such a device")
+    ] = None,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,12 +61,19 @@ def profile_command(
         if against not in METHODS:
             raise ValueError(f"against: no method {against!r}, must be none or one of {', '.join(METHODS)}")
         chosen.append(METHODS[against])
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if where not in ("cpu", "cuda"):
+        raise ValueError(f"device: is {where!r}, must be cpu or cuda")
+    if where == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: is 'cuda', no CUDA device is visible")
     if trace is not None:
         check_file("trace", trace, TRACE_SUFFIXES)
     if plot is not None:
         check_file("plot", plot, (".png",))
         figure_class()
     models = load_checkpoint(checkpoint, drafters=[m.drafter for m in chosen if m.drafter])
+    for module in models.modules().values():
+        module.to(where)
     limit = models.target.config.max_positions - MAX_ROWS
     texts = [p["text"].encode()[: limit // 4] for p in held_out_prompts()]
     requests = [

@@ -21,7 +21,7 @@ except ImportError:
 
 DOMAIN = "dmtp"
 """NVTX domain of every range here."""
-ROUND, TIMED = "round", "timed rounds"
+ROUND, TIMED = "round", "timed_rounds"
 """Names of the range that holds a round's stages, and of the one that holds the rounds `dmtp profile` times."""
 
 _LABELS = {

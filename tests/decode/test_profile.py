@@ -200,6 +200,7 @@ def test_command_prints_the_overhead_table() -> None:
         (["--rounds", "0"], "rounds: is 0"),
         (["--warmup", "-1"], "warmup: is -1"),
         (["--against", "eagle"], "against: no method 'eagle', must be none or one of"),
+        (["--device", "tpu"], "device: is 'tpu', must be cpu or cuda"),
         (["--method", "eagle"], "method: no method 'eagle'"),
     ],
 )
