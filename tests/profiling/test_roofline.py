@@ -38,6 +38,15 @@ def test_a_floor_is_the_bytes_of_the_spec_over_the_bandwidth(op: str, case: Case
     )
 
 
+def test_products_of_sixteen_bit_inputs_run_at_their_own_rate() -> None:
+    case = next(c for c in SERVING if c.op == "lm_head_select" and c.name == "dense_b8")
+    inputs = case.load().inputs
+    slow = Limits(bandwidth=1e30, bf16=1e12, fp32=1e11)
+    half, single = (floor(specs()["lm_head_select"], i, slow) for i in (inputs, (inputs[0].float(), *inputs[1:])))
+    assert half.bound == single.bound == "compute"
+    assert half.seconds == half.flops / 1e12 and single.seconds == single.flops / 1e11
+
+
 def test_every_op_has_serving_cases() -> None:
     assert {case.op for case in SERVING} == set(specs())
 

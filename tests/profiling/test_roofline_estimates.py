@@ -139,6 +139,8 @@ def test_the_rounds_cover_what_was_asked() -> None:
             assert set(entry[key]) == {*estimate.STAGES, "round"} and sum(parts) == pytest.approx(whole)
         # both have the same target; the ops take nothing off it
         assert entry["ms"]["verify"] == entry["ops_ms"]["verify"] and entry["dflash_round_ms"] < entry["ms"]["round"]
+        assert entry["ops_ms"]["t1"] < entry["ms"]["t1"] and entry["ops_ms"]["commit"] < entry["ms"]["commit"]
+        assert entry["ops_ms"]["mtp"] == entry["ms"]["mtp"]
 
 
 def test_the_source_is_quoted_as_it_is_printed() -> None:
