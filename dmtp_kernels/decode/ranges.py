@@ -35,7 +35,7 @@ Watcher = Callable[[str, str], AbstractContextManager[Any]]
 """`watcher(name, label)`: the context that a range called `name`, `label` to a reader, runs in."""
 
 _watchers: list[Watcher] = []
-_nvtx_on = True
+_profiled = torch.autograd._profiler_enabled
 
 
 def label(name: str, method: Method | None = None) -> str:
@@ -54,8 +54,11 @@ def label(name: str, method: Method | None = None) -> str:
 
 def nvtx_ranges(on: bool) -> None:
     """Turn the NVTX ranges on (the default, where the package `nvtx` is installed) or off, for the whole process."""
-    global _nvtx_on
-    _nvtx_on = on
+    while _nvtx_range in _watchers:
+        _watchers.remove(_nvtx_range)
+    # a tool is injected when the process starts; without one the package hands out a domain that does nothing
+    if on and nvtx is not None and nvtx.get_domain(DOMAIN).get_event_attributes(message=ROUND) is not None:
+        _watchers.insert(0, _nvtx_range)
 
 
 @contextmanager
@@ -70,13 +73,10 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 def ranged(name: str, function: Callable[..., Any], method: Method | None = None) -> Callable[..., Any]:
     """`function`, run in the ranges called `name` of whoever watches now; itself where nobody does."""
-    watchers: list[Watcher] = []
-    if _nvtx_on and _attached():
-        watchers.append(_nvtx_range)
-    if torch.autograd._profiler_enabled():
-        watchers.append(_torch_record)
-    watchers += _watchers
-    return partial(_inside, watchers, name, label(name, method), function) if watchers else function
+    if not _watchers and not _profiled():
+        return function
+    watchers = [_torch_record, *_watchers] if _profiled() else [*_watchers]
+    return partial(_inside, watchers, name, label(name, method), function)
 
 
 def _inside(watchers: list[Watcher], name: str, text: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -84,12 +84,6 @@ def _inside(watchers: list[Watcher], name: str, text: str, function: Callable[..
         for watcher in watchers:
             ranges.enter_context(watcher(name, text))
         return function(*arguments)
-
-
-@lru_cache(None)
-def _attached() -> bool:
-    # a tool is injected when the process starts; without one the package hands out a domain that does nothing
-    return nvtx is not None and nvtx.get_domain(DOMAIN).get_event_attributes(message=ROUND) is not None
 
 
 @lru_cache(None)
@@ -103,3 +97,6 @@ def _nvtx_range(name: str, text: str) -> AbstractContextManager[Any]:
 
 def _torch_record(name: str, text: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(text)
+
+
+nvtx_ranges(True)
