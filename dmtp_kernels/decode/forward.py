@@ -7,6 +7,7 @@ import torch
 from dmtp_kernels.decode.caches import PagedCache
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.work import MTPPass, Rows, TargetPass
+from dmtp_kernels.models.config import DrafterConfig
 from dmtp_kernels.models.layers import Attend
 from dmtp_kernels.ops.block_attention import block_attention
 from dmtp_kernels.ops.commit_kv import commit_kv
@@ -69,22 +70,43 @@ def run_mtp(
 def run_drafter(
     stack: Stack, embeds: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, ctx_len: torch.Tensor
 ) -> torch.Tensor:
-    """Drafter hidden `[B, S, H]` of one block; the window is a temporary page table, no row moves."""
+    """Drafter hidden `[B, S, H]` of one block."""
     assert stack.drafter is not None and stack.drafter_cache is not None
-    cache = stack.drafter_cache
-    window = stack.drafter.config.window
-    if window is None:
-        skip = None
-    else:
-        window = min(window, table.shape[1] * cache.page_size)
+    attend = drafter_attend(stack.drafter.config, stack.drafter_cache, table, ctx_len)
+    return stack.drafter(embeds, positions, attend)
+
+
+def drafter_attend(config: DrafterConfig, cache: PagedCache, table: torch.Tensor, ctx_len: torch.Tensor) -> Attend:
+    """Attention of a block to `ctx_len[B]` cached context rows and itself, as the drafter's rules have it.
+
+    One window for all layers is a temporary page table, no row moves; rules of single layers are masks over the whole
+    table.
+    """
+    skip = None
+    if config.window is not None:
+        window = min(config.window, table.shape[1] * cache.page_size)
         table, ctx_len, skip = draft_page_table(table, ctx_len, window=window, page_size=cache.page_size)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not config.layer_masks:
+            return block_attention(
+                q, cache.k[layer], cache.v[layer], table, ctx_len, block_k=k, block_v=v, valid_from=skip
+            )[0]
+        rule = config.layer_masks[layer]
         return block_attention(
-            q, cache.k[layer], cache.v[layer], table, ctx_len, block_k=k, block_v=v, valid_from=skip
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            table,
+            ctx_len,
+            block_k=k,
+            block_v=v,
+            window=rule.window,
+            window_ref=rule.window_ref,
+            block_causal=rule.causal,
         )[0]
 
-    return stack.drafter(embeds, positions, attend)
+    return attend
 
 
 def drafter_context(

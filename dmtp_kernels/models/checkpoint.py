@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from dmtp_kernels.models.config import DrafterConfig, LayerConfig, MTPConfig, TargetConfig
+from dmtp_kernels.models.config import DrafterConfig, LayerConfig, MaskRule, MTPConfig, TargetConfig
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
@@ -184,18 +184,21 @@ def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             raise ValueError(f"format is {raw['format']!r}, must be {FORMAT!r}")
         target = TargetConfig(**{**raw["target"], "layer": LayerConfig(**raw["target"]["layer"])})
         mtp = MTPConfig(**{**raw["mtp"], "layer": LayerConfig(**raw["mtp"]["layer"])})
-        drafters = {}
-        for name, fields in raw["drafters"].items():
-            layers = tuple(fields["target_layers"])
-            drafters[name] = DrafterConfig(
-                **{**fields, "layer": LayerConfig(**fields["layer"]), "target_layers": layers}
-            )
+        drafters = {name: _drafter_config(fields) for name, fields in raw["drafters"].items()}
         fusions = {name: _fusion_config(fields) for name, fields in raw["fusions"].items()}
         config = {"target": target, "mtp": mtp, "drafters": drafters, "fusions": fusions}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: its configuration cannot be read ({error!r})") from error
     _check(path, config)
     return config
+
+
+def _drafter_config(fields: dict[str, Any]) -> DrafterConfig:
+    masks = tuple(MaskRule(**rule) for rule in fields.get("layer_masks", ()))
+    layers = tuple(fields["target_layers"])
+    return DrafterConfig(
+        **{**fields, "layer": LayerConfig(**fields["layer"]), "target_layers": layers, "layer_masks": masks}
+    )
 
 
 def _fusion_config(fields: dict[str, Any]) -> dict[str, Any]:

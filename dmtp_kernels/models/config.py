@@ -13,7 +13,7 @@ def _check_fields(config: Any) -> None:
     """Every field has its declared type and a size a model can have; `ValueError` names the first that does not."""
     for field in fields(config):
         value, kind, name = getattr(config, field.name), str(field.type), f"{type(config).__name__}.{field.name}"
-        least = 0 if field.name in ("mask_token_id", "window") else 1
+        least = 0 if field.name in ("mask_token_id", "window") and kind.startswith("int") else 1
         if kind == "bool":
             ok, wanted = isinstance(value, bool), "true or false"
         elif kind == "float":
@@ -22,6 +22,11 @@ def _check_fields(config: Any) -> None:
         elif kind == "tuple[int, ...]":
             ok = isinstance(value, tuple) and len(value) > 0 and all(_is_size(v, 0) for v in value)
             wanted = "a list of layer numbers"
+        elif kind == "tuple[MaskRule, ...]":
+            ok = isinstance(value, tuple) and all(isinstance(v, MaskRule) for v in value)
+            wanted = "a list of mask rules"
+        elif kind == "str":
+            ok, wanted = isinstance(value, str), "a string"
         elif kind in ("int", "int | None"):
             ok = _is_size(value, least) or (value is None and kind != "int")
             wanted = f"an integer between {least} and {_MOST}"
@@ -37,7 +42,12 @@ def _is_size(value: Any, least: int) -> bool:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One dense Qwen3 decoder layer: RMSNorm, RoPE (neox, full), GQA with q/k norm, SwiGLU; no biases."""
+    """One dense Qwen3 decoder layer: RMSNorm, RoPE (neox), GQA with q/k norm, SwiGLU; no biases.
+
+    As Qwen3.5 has them: `rotary_dim` leading dimensions of a head are rotated (None: all), `gated` attention multiplies
+    its output by the sigmoid of a gate that `q_proj` computes beside each head's query, `gemma_norm` means that every
+    norm's factor is `1 + weight`.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -46,9 +56,16 @@ class LayerConfig:
     head_dim: int
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-6
+    rotary_dim: int | None = None
+    gated: bool = False
+    gemma_norm: bool = False
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_dim):
+            raise ValueError(
+                f"LayerConfig.rotary_dim is {self.rotary_dim}, must be even and at most head_dim {self.head_dim}"
+            )
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"LayerConfig: {self.num_heads} heads must be a multiple of {self.num_kv_heads} key/value heads, "
@@ -83,12 +100,31 @@ class MTPConfig:
 
 
 @dataclass(frozen=True)
+class MaskRule:
+    """What a block's slots see in one drafter layer; the words are those of `block_attention`.
+
+    `window` None: the whole context. `window_ref` `anchor`: the last `window` context rows, the same for every slot,
+    and the block uncut. `query`: keys nearer than `window` positions to the slot. `causal`: no later slot of the block.
+    """
+
+    window: int | None
+    window_ref: str = "anchor"
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.window_ref not in ("anchor", "query"):
+            raise ValueError(f"MaskRule.window_ref is {self.window_ref!r}, must be 'anchor' or 'query'")
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """The DFlash block model.
 
     `target_layers` are 0-based target layers whose outputs form the context features; `use_target_features` and
     `use_mtp_features` say which streams the context projection reads. `window` context rows before the block are
-    visible (None: all).
+    visible (None: all) to every slot, and the whole block; `layer_masks`, where not empty, are the rules of each layer
+    instead.
     """
 
     layer: LayerConfig
@@ -99,9 +135,19 @@ class DrafterConfig:
     mask_token_id: int
     use_target_features: bool = True
     use_mtp_features: bool = False
+    layer_masks: tuple[MaskRule, ...] = ()
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.layer_masks and (len(self.layer_masks) != self.num_layers or self.window is not None):
+            raise ValueError(
+                f"DrafterConfig.layer_masks has {len(self.layer_masks)} rules for {self.num_layers} layers and window "
+                f"{self.window}, must have one a layer beside no window"
+            )
+
+    def mask(self, layer: int) -> MaskRule:
+        """The rule of layer `layer`."""
+        return self.layer_masks[layer] if self.layer_masks else MaskRule(self.window)
 
     @property
     def context_size(self) -> int:

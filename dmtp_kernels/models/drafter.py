@@ -17,28 +17,26 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        width, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        width, eps, gemma = config.layer.hidden_size, config.layer.rms_norm_eps, config.layer.gemma_norm
         self.fc = nn.Linear(config.context_size, width, bias=False)
-        self.hidden_norm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps, gemma)
         self.layers = nn.ModuleList(DecoderLayer(config.layer, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(width, eps)
+        self.norm = RMSNorm(width, eps, gemma)
 
     def context_keys_values(
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Per layer, K and V `[..., T, Hkv, D]` of context rows `features[..., T, context_size]` at `positions[...,
         T]`."""
-        layer = self.config.layer
         context = self.hidden_norm(self.fc(features))
-        cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, context.dtype)
+        cos, sin = rotary(positions, self.config.layer, context.dtype)
         return [cast(DecoderLayer, block).self_attn.keys_values(context, cos, sin) for block in self.layers]
 
     def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Block slots `embeds[..., S, H]` at `positions[..., S]`; the hidden of slot p predicts the token at position
         p."""
-        layer = self.config.layer
         x = embeds
-        cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, x.dtype)
+        cos, sin = rotary(positions, self.config.layer, x.dtype)
         for block in self.layers:
             x = block(x, cos, sin, attend)
         return self.norm(x)

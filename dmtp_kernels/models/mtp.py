@@ -16,12 +16,12 @@ class MTP(nn.Module):
     def __init__(self, config: MTPConfig) -> None:
         super().__init__()
         self.config = config
-        width, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self.pre_fc_norm_embedding = RMSNorm(width, eps)
-        self.pre_fc_norm_hidden = RMSNorm(width, eps)
+        width, eps, gemma = config.layer.hidden_size, config.layer.rms_norm_eps, config.layer.gemma_norm
+        self.pre_fc_norm_embedding = RMSNorm(width, eps, gemma)
+        self.pre_fc_norm_hidden = RMSNorm(width, eps, gemma)
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList(DecoderLayer(config.layer, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(width, eps)
+        self.norm = RMSNorm(width, eps, gemma)
 
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -32,9 +32,8 @@ class MTP(nn.Module):
         hidden of position p after its final norm. Returns `[..., T, H]` after the module's final norm: what the head
         reads.
         """
-        layer = self.config.layer
         x = self.fc(torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], dim=-1))
-        cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, x.dtype)
+        cos, sin = rotary(positions, self.config.layer, x.dtype)
         for block in self.layers:
             x = block(x, cos, sin, attend)
         return self.norm(x)

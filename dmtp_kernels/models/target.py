@@ -27,7 +27,7 @@ class Target(nn.Module):
         width = config.layer.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.layers = nn.ModuleList(DecoderLayer(config.layer, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(width, config.layer.rms_norm_eps)
+        self.norm = RMSNorm(width, config.layer.rms_norm_eps, config.layer.gemma_norm)
         self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -36,9 +36,8 @@ class Target(nn.Module):
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, feature_layers: tuple[int, ...] = ()
     ) -> TargetOutput:
         """Run `ids[..., T]` at absolute `positions[..., T]`."""
-        layer = self.config.layer
         x = self.embed_tokens(ids)
-        cos, sin = rotary(positions, layer.head_dim, layer.rope_theta, x.dtype)
+        cos, sin = rotary(positions, self.config.layer, x.dtype)
         outputs = []
         for block in self.layers:
             x = block(x, cos, sin, attend)
