@@ -11,7 +11,7 @@ import torch
 from dmtp_kernels import use_backend
 from dmtp_kernels.ops._device import planned_for
 from dmtp_kernels.ops.commit_kv import commit_kv
-from dmtp_kernels.ops.commit_kv.config import MAX_ROWS, commit_config
+from dmtp_kernels.ops.commit_kv.config import MAX_ROWS, CacheShape, commit_config
 from dmtp_kernels.testing import watch
 from dmtp_kernels.testing.capture import capture_safe
 from dmtp_kernels.testing.poison import guarded
@@ -83,8 +83,8 @@ def test_one_launch_for_all_layers_and_everything_else() -> None:
     with watch.watch(lambda access: launched.add(access.launch)):
         check(positional, named)
     (launch,) = launched
-    config = commit_config(8, 5, 100, 4, True, False)
-    assert (config.heads, config.columns) == (2, 1024)
+    config = commit_config(8, [CacheShape(5, 100, 4, True)], False)
+    assert (config.heads, config.columns) == ((2,), 1024)
     assert len(launch.arguments["rows_k"]) == 3 and launch.arguments["PARTS"] == 2
 
 

@@ -16,7 +16,7 @@ CASES = pytest.mark.parametrize("case", TRAFFIC, ids=[t.case.name for t in TRAFF
 
 @CASES
 def test_nothing_moves_twice(case: tool.Traffic) -> None:
-    (row,) = tool.measure(case, tool.run_op("commit_kv"), variants())
+    (row,) = tool.measure(case, tool.run_op(case.op), variants())
     assert row.launches == 1 and row.within
     assert row.variant is not None, row.differs
     rows, caches = (1 + (name in row.tensors) for name in ("rows_k[1]", "k_caches[1]"))

@@ -35,7 +35,10 @@ def made(
     x, y, d, norm_ptr, position, cos_sin_ptr, cos_sin_row, scale, kind: tl.constexpr,
     EPS: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """x[ROWS, GROUP, DP] normed, rotated with its partners y, divided by scale[GROUP] and rounded once."""
+    """x[ROWS, GROUP, DP] normed, rotated with its partners y, divided by scale[GROUP] and rounded once.
+
+    FP8: fraction bits of the cache's format, 0 where it is none of fp8.
+    """
     WIDE: tl.constexpr = tl.float64 if x.dtype == tl.float64 or kind == tl.float64 else tl.float32
     x = x.to(WIDE)
     y = y.to(WIDE)
@@ -57,9 +60,9 @@ def made(
     if scale is not None:
         divisor = tl.broadcast_to(scale.to(WIDE)[None, :, None], x.shape)
         x = x / divisor if x.dtype == tl.float64 else tl.div_rn(x, divisor)
-    if FP8 == "e4m3":
+    if FP8 == 3:
         return _fp8(x, 3, 7, 448.0, 16384.0)
-    if FP8 == "e5m2":
+    if FP8 == 2:
         return _fp8(x, 2, 15, 57344.0, 128.0)
     if kind != tl.float64:
         # double goes through float, as torch's conversions do

@@ -133,5 +133,6 @@ COMMIT_ROUND = define_op(
     implementations={
         "reference": "dmtp_kernels.ops.commit_kv.reference:commit_round",
         "cpu": "dmtp_kernels.ops.commit_kv.cpu:commit_round",
+        "triton": "dmtp_kernels.ops.commit_kv.launch:commit_round",
     },
 )

@@ -108,14 +108,31 @@ def commit_round(
     part = torch.empty_like(error)
     for own in cache_layers(layers):
         of = slice(own.first, own.last)
-        tail: tuple[torch.Tensor | None, ...] = (None,) * 6
-        if own.index == len(layers) - 1:
-            tail = (pending_slot, promote_dst, scratch_dst, hidden, next_hidden, lengths)
+        last = own.index == len(layers) - 1
         commit_kv(
-            rows_k[of], rows_v[of], k_caches[of], v_caches[of], valid, dst[own.index], *tail, live,
-            first_slot[own.index if len(first_slot) > 1 else 0], own.scales(k_scale), own.scales(v_scale),
-            None, 0.0, 0.0, None, None, part,
-        )  # fmt: skip
+            rows_k[of],
+            rows_v[of],
+            k_caches[of],
+            v_caches[of],
+            valid,
+            dst[own.index],
+            pending_slot if last else None,
+            promote_dst if last else None,
+            scratch_dst if last else None,
+            hidden if last else None,
+            next_hidden if last else None,
+            lengths if last else None,
+            live,
+            first_slot[own.index if len(first_slot) > 1 else 0],
+            own.scales(k_scale),
+            own.scales(v_scale),
+            None,
+            0.0,
+            0.0,
+            None,
+            None,
+            part,
+        )
         error.bitwise_or_(part)
 
 

@@ -21,17 +21,18 @@ def _together(*makes: _Make) -> _Make:
         made = [m(generator) for m in makes]
         layers = [len(m[0]) for m in made]
         lists = [[tensor for m in made for tensor in m[i]] for i in range(4)]
-        scales = [_of_all([m[i] for m in made]) for i in (14, 15)]
+        scales = [_of_all(layers, [m[i] for m in made]) for i in (14, 15)]
         return (*lists, made[-1][4], [m[5] for m in made], layers, *made[-1][6:13], [m[13] for m in made], *scales)
 
     return make
 
 
-def _of_all(scales: Sequence[Sequence[torch.Tensor] | None]) -> list[torch.Tensor] | None:
-    """One a cache, empty where there is none."""
+def _of_all(layers: Sequence[int], scales: Sequence[list[torch.Tensor] | None]) -> list[torch.Tensor] | None:
+    """One a layer, empty where there is none."""
     if all(s is None for s in scales):
         return None
-    return [torch.empty(0) if s is None else s[0] for s in scales]
+    lists = [s or [torch.empty(0)] for s in scales]
+    return [t for count, s in zip(layers, lists, strict=True) for t in (s if len(s) == count else s * count)]
 
 
 def _floor_bytes(*inputs: Any) -> int:
@@ -72,23 +73,23 @@ ROUND = Spec(
 
 
 def _traffic(name: str, why: str, *makes: _Make) -> Traffic:
-    return Traffic("commit_round", Case(name, why, _together(*makes)), {"commit_round_kernel": _floor_bytes})
+    return Traffic("commit_round", Case(name, why, _together(*makes)), {"commit_kv_kernel": _floor_bytes})
 
 
 _E4M3 = torch.float8_e4m3fn
 TRAFFIC = (
     _traffic(
         "round",
-        "8 requests: target of 4 layers and drafter of 5 of 8 heads of 128, one MTP layer of 2 heads of 256",
-        full_case(8, 8, 128, 4, rounds=False),
-        full_case(8, 8, 128, 5, rounds=False),
-        full_case(8, 2, 256, 1),
+        "2 requests: target of 4 layers and drafter of 5 of 8 heads of 128, one MTP layer of 2 heads of 256",
+        full_case(2, 8, 128, 4, rounds=False),
+        full_case(2, 8, 128, 5, rounds=False),
+        full_case(2, 2, 256, 1),
     ),
     _traffic(
         "round_fp8",
-        "3 requests, MTP's cache in e4m3fn, fewer layers",
-        full_case(3, 8, 128, 1, rounds=False),
-        full_case(3, 4, 128, 2, rounds=False),
-        full_case(3, 2, 256, 1, fp8=_E4M3),
+        "one request of them, caches in e4m3fn",
+        full_case(1, 8, 128, 4, rounds=False, fp8=_E4M3),
+        full_case(1, 8, 128, 5, rounds=False, fp8=_E4M3),
+        full_case(1, 2, 256, 1, fp8=_E4M3),
     ),
 )
