@@ -57,7 +57,12 @@ def test_a_row_has_the_bytes_of_the_spec_at_serving_sizes(op: str) -> None:
     problem = case.load()
     assert problem.floor_bytes == specs()[op].floor_bytes(*problem.inputs)
     row = measured._row(problem, {"pass": lambda: None}, 1 << 20, {"bf16": 1e12, "fp32": 1e11}, CPU, 2)
-    assert row.bytes == problem.floor_bytes and row.ms > 0 and row.share == pytest.approx(row.floor_ms / row.ms)
+    assert (
+        row.bytes == problem.floor_bytes
+        and row.ms > 0
+        and row.again_ms > 0
+        and row.share == pytest.approx(row.floor_ms / row.ms)
+    )
     assert row.floor_ms >= 1e3 * row.bytes / (row.bandwidth_gb_s * 1e9) * (1 - 1e-9)
 
 

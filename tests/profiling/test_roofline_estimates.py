@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -193,6 +194,14 @@ def test_json_says_that_these_are_estimates_and_what_they_assume(capsys: pytest.
     assert set(estimates["rounds"][0]) == {
         *("label", "model", "tp", "gpu", "batch", "context", "weights", "ms", "ops_ms", "dflash_round_ms"),
     }
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    page = (Path(estimate.__file__).parents[1] / "roofline.md").read_text()
+    assert estimate.source_table(against_source()) in page
+    title, headers, line, *lines = estimate.rounds_table(rounds([H200])).splitlines()
+    shown = [row for row in lines if row.split()[1] == "4"]
+    assert len(shown) == 12 and "\n".join((title, headers, line, *shown)) in page
 
 
 def test_every_table_of_estimates_says_so(capsys: pytest.CaptureFixture[str]) -> None:
