@@ -34,7 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.op and options.estimates:
         parser.error("--op measures, --estimates does not")
-    if options.threads:
+    if options.context < 0:
+        parser.error(f"--context: is {options.context}, must be at least 0")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: is cuda, no CUDA device is visible")
+    if options.threads is not None:
+        if options.threads < 1:
+            parser.error(f"--threads: is {options.threads}, must be at least 1")
         torch.set_num_threads(options.threads)
     try:
         found = _found(options)

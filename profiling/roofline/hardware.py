@@ -48,7 +48,7 @@ ASSUMPTIONS = (
     "A kernel in a CUDA graph costs 1.3 us besides its work (H100, "
     "hazyresearch.stanford.edu/blog/2025-05-27-no-bubbles), the same on all three GPUs; no kernel overlaps the next.",
     "All-reduce over 4 GPUs: 6 us + bytes / 120 GB/s, a line through the one-shot column of the TP 4 table in "
-    "vllm-project/vllm PR 24532 (0.5 MB 10 us, 1 MB 14 us, 1.5 MB 19 us).",
+    "vllm-project/vllm PR 24532 (0.5 MB 10 us, 1 MB 14 us, 1.5 MB 19 us), for all three GPUs.",
     "Other collectives by NCCL: 21 us (pynccl at 0.5 MB in the same table) + received bytes over 80 % of one NVLink "
     "direction. A small all-gather took 45-48 us on an H20-class node, so this is the low end.",
     "Host work between graphs, waiting for the slowest rank, and page or sampling preparation on the host: nothing.",

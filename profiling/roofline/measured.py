@@ -103,8 +103,9 @@ def measure(
 def _row(
     problem: Problem, passes: dict[str, Any], passed: int, rates: dict[str, float], device: torch.device, rounds: int
 ) -> Row:
-    call, reset = problem.fused(), problem.reset
-    times = medians({"op": call, "reset": reset, "again": call, "reset again": reset, **passes}, rounds, device)
+    call = problem.fused()
+    first, second = ({f"reset {i}": problem.reset} if problem.mutated else {} for i in range(2))
+    times = medians({"op": call, **first, "again": call, **second, **passes}, rounds, device)
     bandwidth = passed / min(times[name] for name in passes) * 1e3
     least = floor(problem.spec, problem.inputs, Limits(bandwidth, **rates))
     return Row(

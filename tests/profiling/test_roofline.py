@@ -170,7 +170,17 @@ def test_json_of_one_op(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--op", "nothing"], ["--op", "accept_prefix", "--estimates"], ["--gpu", "H20"], ["--model", "7B"]]
+    "arguments",
+    [
+        ["--op", "nothing"],
+        ["--op", "accept_prefix", "--estimates"],
+        ["--op", "accept_prefix", "--rounds", "0"],
+        ["--op", "accept_prefix", "--scale", "0"],
+        ["--threads", "0"],
+        ["--gpu", "H20"],
+        ["--model", "7B"],
+        ["--estimates", "--context", "-1"],
+    ],
 )
 def test_what_means_nothing_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
