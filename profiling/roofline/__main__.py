@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--estimates", action="store_true", help="estimates alone, nothing is measured")
     parser.add_argument("--threads", type=int, help="CPU threads; default torch's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each op")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each op")
     parser.add_argument("--scale", type=int, default=1, help="divide vocabulary, history and window by this")
     parser.add_argument("--gpu", default=",".join(g.name for g in GPUS), help="GPUs of the estimates")
     parser.add_argument("--model", default="35B,27B", help="models of the estimates")
@@ -65,6 +65,7 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
             "label": estimate.LABEL,
             "assumptions": list(estimate.ASSUMPTIONS),
             "source": estimate.against_source(),
+            "moved": estimate.moved(),
             "rounds": estimate.rounds(gpus, models, context=options.context, weight_bytes=weight_bytes),
         }
     if not options.estimates:
@@ -80,6 +81,7 @@ def _text(found: dict[str, Any]) -> str:
     if "estimates" in found:
         estimates = found["estimates"]
         parts.append(estimate.source_table(estimates["source"]))
+        parts.append(estimate.moved_table(estimates["moved"]))
         parts.append(estimate.rounds_table(estimates["rounds"]))
         parts.append("Assumptions of the estimates:\n" + "\n".join(f"- {a}" for a in estimates["assumptions"]))
     return "\n\n".join(parts)

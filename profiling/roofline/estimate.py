@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from profiling.roofline import hardware, models, work
-from profiling.roofline.hardware import GPUS, H200, Gpu
+from profiling.roofline.hardware import GPUS, H200, REACH, Gpu, Reach
 from profiling.roofline.models import MODELS, QWEN_35B
 from profiling.roofline.work import Setting, milliseconds, stages
 from profiling.table import table
@@ -27,6 +28,14 @@ SOURCE: dict[str, dict[str, dict[str, float]]] = {
     },
 }
 """ms a round: the source's overhead table (section 6.5), batch of 8, four GPUs, CUDA graphs."""
+MOVED: dict[str, dict[str, float]] = {
+    "60 % of the bandwidth": {"bandwidth": 0.6},
+    "2.6 us a launch": {"launch": 2.6e-6},
+    "12 us an all-reduce, and its bytes": {"reduce_latency": 12e-6},
+    "47 us any other collective": {"nccl_latency": 47e-6},
+    "all four at once": {"bandwidth": 0.6, "launch": 2.6e-6, "reduce_latency": 12e-6, "nccl_latency": 47e-6},
+}
+"""Assumptions that may be off, and by how much they are moved in `moved`."""
 SOURCE_NAMES = {
     "draft": "DFlash graph replay",
     "mtp": "additional MTP graph replay",
@@ -45,9 +54,9 @@ ASSUMPTIONS = (
 )
 
 
-def predict(setting: Setting, gpu: Gpu) -> dict[str, float]:
+def predict(setting: Setting, gpu: Gpu, reach: Reach = REACH) -> dict[str, float]:
     """Milliseconds of each stage of one round, and of the round."""
-    found = {name: milliseconds(parts, gpu) for name, parts in stages(setting).items()}
+    found = {name: milliseconds(parts, gpu, reach) for name, parts in stages(setting).items()}
     return {**found, "round": sum(found.values())}
 
 
@@ -115,6 +124,23 @@ def against_source() -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def moved() -> list[dict[str, Any]]:
+    """The Code round of the source's single anchor, once as assumed and then with one assumption moved at a time."""
+    setting = Setting(QWEN_35B, 8, 4, SOURCE_CONTEXT["Code"], "single_anchor")
+    found = [("as assumed", setting, REACH), ("fp8 weights", replace(setting, weight_bytes=1), REACH)]
+    found += [(name, setting, replace(REACH, **change)) for name, change in MOVED.items()]
+    return [{"label": LABEL, "assumption": name, "ms": predict(s, H200, reach)} for name, s, reach in found]
+
+
+def moved_table(found: Sequence[dict[str, Any]]) -> str:
+    """Text of `moved`, beside the source's figures."""
+    measured = SOURCE["Code"]["single_anchor"]
+    columns = ("t1", "mtp", "draft", "verify", "commit", "round")
+    rows = [(entry["assumption"], *(entry["ms"][c] for c in columns)) for entry in found]
+    source = ("source measured", *(measured.get(c) for c in columns))
+    return table(("ESTIMATE of Code, single anchor, ms/round", *columns), [*rows, source])
 
 
 def rounds_table(found: Sequence[dict[str, Any]]) -> str:

@@ -85,7 +85,7 @@ class Row:
 
 
 def measure(
-    cases: Iterable[BenchCase], rates: dict[str, float], device: torch.device, rounds: int = 15
+    cases: Iterable[BenchCase], rates: dict[str, float], device: torch.device, rounds: int = 9
 ) -> Iterator[Row]:
     """Time the op of each case, by the backend that runs, in turn with streaming passes that measure the bandwidth.
 

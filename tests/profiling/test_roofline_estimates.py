@@ -160,6 +160,15 @@ def test_the_source_is_quoted_as_it_is_printed() -> None:
     assert all(0.2 < e["ratio"] < 1 for e in found.values())
 
 
+def test_worse_assumptions_cost_more_and_better_ones_less() -> None:
+    assumed, fp8, *worse, all_at_once = (entry["ms"]["round"] for entry in estimate.moved())
+    found = {(e["workload"], e["method"], e["stage"]): e["estimate_ms"] for e in against_source()}
+    assert assumed == found["Code", "single_anchor", "round"]
+    assert fp8 < assumed and all(assumed < one < all_at_once for one in worse)
+    # each acts on its own term, except where bytes and flops trade places as the larger
+    assert all_at_once - assumed == pytest.approx(sum(one - assumed for one in worse), rel=1e-3)
+
+
 def test_twice_the_vocabulary_changes_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     before = rounds([H200], ["35B"], batches=(8,))
     larger = dataclasses.replace(QWEN_35B, vocab=2 * QWEN_35B.vocab)
@@ -176,8 +185,8 @@ def test_json_says_that_these_are_estimates_and_what_they_assume(capsys: pytest.
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"estimates"}
     estimates = found["estimates"]
-    assert set(estimates) == {"label", "assumptions", "source", "rounds"} and estimates["label"] == "estimate"
-    assert all(e["label"] == "estimate" for e in [*estimates["source"], *estimates["rounds"]])
+    assert set(estimates) == {"label", "assumptions", "source", "moved", "rounds"} and estimates["label"] == "estimate"
+    assert all(e["label"] == "estimate" for e in [*estimates["source"], *estimates["moved"], *estimates["rounds"]])
     text = " ".join(estimates["assumptions"])
     for said in (
         "routing uniform",
@@ -198,7 +207,7 @@ def test_json_says_that_these_are_estimates_and_what_they_assume(capsys: pytest.
 
 def test_the_page_shows_what_is_printed() -> None:
     page = (Path(estimate.__file__).parents[1] / "roofline.md").read_text()
-    assert estimate.source_table(against_source()) in page
+    assert estimate.source_table(against_source()) in page and estimate.moved_table(estimate.moved()) in page
     title, headers, line, *lines = estimate.rounds_table(rounds([H200])).splitlines()
     shown = [row for row in lines if row.split()[1] == "4"]
     assert len(shown) == 12 and "\n".join((title, headers, line, *shown)) in page
@@ -206,8 +215,8 @@ def test_the_page_shows_what_is_printed() -> None:
 
 def test_every_table_of_estimates_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--estimates", "--gpu", "H200", "--weights", "fp8", "--context", "4096"]) == 0
-    source, table, assumptions = capsys.readouterr().out.strip().split("\n\n")
-    assert "ESTIMATE" in source.splitlines()[0]
+    source, moved, table, assumptions = capsys.readouterr().out.strip().split("\n\n")
+    assert "ESTIMATE" in source.splitlines()[0] and "ESTIMATE" in moved.splitlines()[0]
     assert table.startswith("ESTIMATES, not measurements") and "fp8" in table and "4,096" in table
     assert assumptions.startswith("Assumptions of the estimates")
     assert len(assumptions.splitlines()) == 1 + len(estimate.ASSUMPTIONS)
