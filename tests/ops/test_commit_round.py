@@ -129,7 +129,7 @@ def test_scales_of_one_a_cache() -> None:
     check(run, caches, torch.tensor([4, 8, 1]))
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["fp8", "fp64"])
+@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
 def test_rows_of_another_dtype(wide: bool) -> None:
     caches = [
         make_cache(2, rows_dtype=torch.float64 if wide else BF16, dtype=torch.float16, layers=2, seed=1),
