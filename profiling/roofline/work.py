@@ -23,12 +23,13 @@ ASSUMPTIONS = (
     "Delta net state in float32: read once, written once a verify row (a rejected row's state must not stay).",
     "KV caches, activations and, unless fp8 is asked for, weights in bf16; the head stays bf16. Activations between "
     "kernels are not counted.",
-    "Engine route, counted in the source of SGLang 0.5.23: T1 4 launches and an all-gather of [B, V] logits for the "
-    "head, 10 launches and an all-reduce for the fusion; drafter's head 7 launches and 2 small all-gathers; page table "
-    "and block 12 launches; a store a layer in the commit. The target's tokens: head, all-gather of logits, argmax.",
-    "Ops route (this library): T1 4 launches and one MAX over 16 bytes a request, drafter's head 3 and one MAX, one "
-    "page-table launch, one commit launch; both heads read int8 rows (three int8 products a weight). The rest "
-    "is the engine's.",
+    "Engine route, launches counted in the source of SGLang 0.5.23: T1 4 and an all-gather of [B, V] logits for the "
+    "head, 10 and an all-reduce of the block's embeddings for the fusion; drafter's head 7 and 2 small all-gathers; "
+    "page table and block 12 (for DFlash with the embeddings' all-reduce; before the drafter's graph, so in `commit`); "
+    "a store a layer in the commit. The target's tokens: head, all-gather of logits, argmax.",
+    "Ops route (this library), a whole embedding table on each rank: T1 and block 4 launches and one MAX over 16 bytes "
+    "a request, drafter's head 3 and one MAX, page table 1, commit 1; both heads read int8 rows (three int8 products a "
+    "weight). The rest is the engine's.",
 )
 
 
@@ -191,7 +192,10 @@ def t1(s: Setting) -> list[Part]:
     if s.route == "ops":
         return [head(s, s.batch, int8=True, launches=4, gathers=s.gathers(s.tp * 16.0 * s.batch)), fusion]
     logits = s.gathers(2.0 * s.batch * s.model.vocab)
-    return [head(s, s.batch, launches=4, gathers=logits), replace(fusion, launches=10, reduces=s.reduces(s.batch))]
+    return [
+        head(s, s.batch, launches=4, gathers=logits),
+        replace(fusion, launches=10, reduces=s.reduces(s.batch * s.slots)),
+    ]
 
 
 def mtp(s: Setting) -> list[Part]:
@@ -209,7 +213,10 @@ def commit(s: Setting) -> list[Part]:
     context = linear(s, n, model.drafter_features * model.hidden**2, whole=True, launches=2)
     rows = linear(s, n, 2 * kv * model.hidden * model.drafter_layers, launches=2)
     stores = model.drafter_layers + (0 if s.method == "dflash" else 1)
-    return [context, rows, Part(launches=1 + 1 if s.route == "ops" else stores + 12)]
+    if s.route == "ops":
+        return [context, rows, Part(launches=2)]
+    block = s.reduces(s.batch * s.slots) if s.method == "dflash" else ()
+    return [context, rows, Part(launches=stores + 12, reduces=block)]
 
 
 def stages(s: Setting) -> dict[str, list[Part]]:

@@ -95,7 +95,7 @@ def test_a_part_by_hand() -> None:
 def test_t1_of_the_35b_model_by_hand() -> None:
     head, fusion = stages(Setting(QWEN_35B, 8, 4))["t1"]
     assert head.nbytes == 248_320 * 2048 * 2 / 4 and fusion.nbytes == 2048 * 4096 * 2
-    assert head.gathers == (8 * 248_320 * 2 * 3 / 4,) and fusion.reduces == (8 * 2048 * 2,)
+    assert head.gathers == (8 * 248_320 * 2 * 3 / 4,) and fusion.reduces == (8 * 8 * 2048 * 2,)
     assert head.launches + fusion.launches == 14
     ops, _ = stages(Setting(QWEN_35B, 8, 4, route="ops"))["t1"]
     assert ops.nbytes == 248_320 * (2048 + 8) / 4 and ops.gathers == (8 * 16 * 3,)
