@@ -40,6 +40,7 @@ STAGES = {
     "accept_rejection": "accept",
     "accept_block": "accept",
     "commit_kv": "commit",
+    "commit_round": "commit",
     "advance_round": "bookkeeping",
     "sample_rows": "sample",
     "lm_head_select": "draft_head",
@@ -72,12 +73,6 @@ class _Eager(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _owner(op: str, arguments: Sequence[Any]) -> str:
-    stage = STAGES.get(op, "")
-    # the MTP cache is the one with a pending slot; the other two are written by engines' attention layers
-    return "commit_context" if stage == "commit" and arguments[6] is None else stage
-
-
 @contextmanager
 def _named(where: list[str], name: str) -> Iterator[None]:
     where.append(name)
@@ -96,7 +91,7 @@ def _inside_ops(where: list[str], count_eager: Counter[str] | None) -> Iterator[
         function = original(op, device)
 
         def run(*arguments: Any) -> None:
-            inside = "t1" if where[-1] == "t1" else _owner(op, arguments)
+            inside = "t1" if where[-1] == "t1" else STAGES.get(op, "")
             with _named(where, inside), nullcontext() if count_eager is None else _Eager(count_eager, where):
                 function(*arguments)
 
@@ -144,8 +139,8 @@ def count(method: str = "dmtp", batch: int = 2, temperature: float = 0.0, verifi
     """`{"stages": launches by stage, "eager": ATen kernels by stage}` of one round in the steady state.
 
     Stages: `t1`, `pages`, `draft_head` (the head over the drafter's slots), `sample` (the target's tokens), `accept`,
-    `commit` (the MTP state), `commit_context` (target's and drafter's rows, one launch each), `bookkeeping`, and
-    `between`, PyTorch kernels of the loop itself, the same in both columns.
+    `commit` (the rows of all caches), `bookkeeping`, and `between`, PyTorch kernels of the loop itself, the same in
+    both columns.
     """
     fused: Counter[str] = Counter()
     eager: Counter[str] = Counter()
@@ -163,7 +158,7 @@ def count(method: str = "dmtp", batch: int = 2, temperature: float = 0.0, verifi
         with chosen, _outside_models(modules, where), watch_launches(launched), inside, _Eager(counts, where):
             engine.round_function(engine.stack, engine.seating.round_view())
         counts.pop("", None)
-    order = [*dict.fromkeys(STAGES.values()), "commit_context", "between"]
+    order = [*dict.fromkeys(STAGES.values()), "between"]
     return {
         "stages": {name: fused[name] for name in order if fused[name] or eager[name]},
         "eager": {name: eager[name] for name in order if fused[name] or eager[name]},

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dmtp_kernels.decode.adaptive import adapt, chain_tokens, extend_block, merge_chain
 from dmtp_kernels.decode.draw import draft_tokens, target_tokens
-from dmtp_kernels.decode.forward import drafter_context, run_drafter, run_mtp, run_target, store
+from dmtp_kernels.decode.forward import drafter_context, run_drafter, run_mtp, run_target
 from dmtp_kernels.decode.method import Method
 from dmtp_kernels.decode.ranges import ROUND, ranged
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.state import BatchState
-from dmtp_kernels.decode.work import MTPPass, TargetPass, Work, left
+from dmtp_kernels.decode.work import MTPPass, Rows, TargetPass, Work, left
 from dmtp_kernels.ops.accept import Acceptance, accept_block, accept_prefix, accept_rejection
-from dmtp_kernels.ops.commit_kv import commit_kv
+from dmtp_kernels.ops.commit_kv import commit_round
 from dmtp_kernels.ops.t1_prep import fused_t1_prep
 
 STAGES = ("t1", "draft", "verify", "accept", "mtp", "commit", "advance")
@@ -214,38 +215,38 @@ def advance_mtp(stack: Stack, state: BatchState, accepted: Acceptance, verified:
 
 
 def commit(stack: Stack, state: BatchState) -> None:
-    """Write the rows of the committed tokens to the caches, one launch each: their slots, heads and dims differ."""
+    """Write the rows of the committed tokens to every cache, one launch.
+
+    MTP's pending row is promoted, its valid rows are placed, the rest goes to scratch, and the next predictor hidden is
+    picked.
+    """
     work, index = state.work, state.index
-    verified, advanced, valid = left(work.verified), work.advanced, left(work.accepted).commit_len
-    for t, owner in enumerate(stack.owners):
-        cache, slots = stack.cache(owner), index.slots[:, t]
-        if owner == "target":
-            store(cache, verified.rows, valid, slots)
-        elif owner == "drafter":
-            mtp_hidden = advanced.hidden if advanced is not None else None
-            context = drafter_context(stack, verified.features, mtp_hidden, index.positions)
-            store(cache, context, valid, slots)
-        else:
-            commit_mtp(stack, state, valid, slots, index.previous_slots[:, t], left(advanced))
-
-
-def commit_mtp(
-    stack: Stack, state: BatchState, valid: torch.Tensor, slots: torch.Tensor, promote: torch.Tensor, advanced: MTPPass
-) -> None:
-    """Promote the pending row, place the valid ones, leave the rest in scratch, pick the next predictor hidden."""
-    cache = stack.cache("mtp")
-    commit_kv(
-        advanced.rows.k,
-        advanced.rows.v,
-        cache.flat_k,
-        cache.flat_v,
-        valid,
-        slots,
-        pending_slot=state.tail_slots[:, 0],
-        promote_dst=promote,
-        scratch_dst=state.tail_slots[:, 1 : 1 + slots.shape[1]],
-        hidden=advanced.hidden,
-        next_hidden=state.h_mtp,
+    verified, advanced = left(work.verified), work.advanced
+    rows: list[Rows] = [verified.rows]
+    mtp: dict[str, Any] = {}
+    if stack.drafter is not None:
+        mtp_hidden = advanced.hidden if advanced is not None else None
+        rows.append(drafter_context(stack, verified.features, mtp_hidden, index.positions))
+    if advanced is not None:
+        rows.append(advanced.rows)
+        mtp = {
+            "pending_slot": state.tail_slots[:, 0],
+            "promote_dst": index.previous_slots[:, -1],
+            "scratch_dst": state.tail_slots[:, 1 : 1 + stack.rows],
+            "hidden": advanced.hidden,
+            "next_hidden": state.h_mtp,
+        }
+    # caches in the order of the rows, MTP's last
+    caches = [stack.cache(owner) for owner in stack.owners]
+    commit_round(
+        [k for part in rows for k in part.k],
+        [v for part in rows for v in part.v],
+        [k for cache in caches for k in cache.flat_k],
+        [v for cache in caches for v in cache.flat_v],
+        left(work.accepted).commit_len,
+        list(index.slots.unbind(1)),
+        layers=[len(cache.flat_k) for cache in caches],
+        **mtp,
     )
 
 

@@ -120,26 +120,14 @@ def _wrap(module: Any, name: str, change: Callable[..., Any]) -> Patch:
     return apply
 
 
-def _context_mutant(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Patch:
-    """Change what is stored to the drafter's context: `change(rows, valid, slots)`."""
+def _context_mutant(change: Callable[[Any, Any], Any]) -> Patch:
+    """Change where the drafter's context rows go: `change(slots, valid)`."""
 
-    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
-        target: list[Any] = []
-        commit, original = rounds.commit, rounds.store
+    def commit(original: Any, *args: Any, **kwargs: Any) -> Any:
+        *others, valid, dst = args
+        return original(*others, valid, [dst[0], change(dst[1], valid), *dst[2:]], **kwargs)
 
-        def remember(stack: Any, state: Any) -> None:
-            target[:] = [stack.target_cache]
-            commit(stack, state)
-
-        def store(cache: Any, rows: Any, valid: Any, slots: Any) -> None:
-            if target and cache is not target[0]:
-                rows, valid, slots = change(rows, valid, slots)
-            original(cache, rows, valid, slots)
-
-        monkeypatch.setattr(rounds, "commit", remember)
-        monkeypatch.setattr(rounds, "store", store)
-
-    return apply
+    return _wrap(rounds, "commit_round", commit)
 
 
 def _rejected_draft_to_mtp(advance: Any, stack: Any, state: Any, accepted: Any, verified: Any) -> Any:
@@ -151,14 +139,14 @@ def _hidden_off_by_one(advance: Any, stack: Any, state: Any, accepted: Any, veri
     return advance(stack, state, accepted, verified._replace(hidden=verified.hidden.roll(1, dims=1)))
 
 
-def _commit_kv_with(**changes: Callable[[Any], Any]) -> Patch:
+def _commit_with(**changes: Callable[[Any], Any]) -> Patch:
     def change(commit: Any, *args: Any, **kwargs: Any) -> Any:
         for key, edit in changes.items():
             if key in kwargs:
                 kwargs[key] = edit(kwargs[key])
         return commit(*args, **kwargs)
 
-    return _wrap(rounds, "commit_kv", change)
+    return _wrap(rounds, "commit_round", change)
 
 
 def _scratch_visible(
@@ -204,17 +192,20 @@ def _wrong_anchor(prepare: Any, stack: Any, state: Any) -> Any:
 
 
 MUTANTS: dict[str, tuple[Patch, str]] = {
-    "context one row short": (_context_mutant(lambda r, v, s: (r, v - 1, s)), "context k"),
+    "context one row short": (
+        _context_mutant(lambda s, v: s.scatter(1, (v[:, None].long() - 1).clamp(min=0), -1)),
+        "context k",
+    ),
     "a stale context row": (
-        _context_mutant(lambda r, v, s: (r, v, torch.cat([s[:, :1], torch.full_like(s[:, 1:2], -1), s[:, 2:]], 1))),
+        _context_mutant(lambda s, v: torch.cat([s[:, :1], torch.full_like(s[:, 1:2], -1), s[:, 2:]], 1)),
         "context k",
     ),
     "block position + 1": (_wrap(rounds, "block_positions", lambda f, *a: f(*a) + 1), "block positions"),
     "MTP fed a rejected draft": (_wrap(rounds, "advance_mtp", _rejected_draft_to_mtp), "pending k"),
     "MTP hidden off by one": (_wrap(rounds, "advance_mtp", _hidden_off_by_one), "pending k"),
-    "pending row not promoted": (_commit_kv_with(promote_dst=lambda slots: torch.full_like(slots, -1)), "mtp history"),
+    "pending row not promoted": (_commit_with(promote_dst=lambda slots: torch.full_like(slots, -1)), "mtp history"),
     "scratch row visible": (_scratch_mutant, "h_mtp"),
-    "h_mtp after consuming T1": (_commit_kv_with(hidden=lambda h: h.roll(-1, dims=1)), "h_mtp"),
+    "h_mtp after consuming T1": (_commit_with(hidden=lambda h: h.roll(-1, dims=1)), "h_mtp"),
     "window one too wide": (_window_with(1), "block hidden"),
     "window one too narrow": (_window_with(-1), "block hidden"),
     "wrong anchor": (_wrap(rounds, "prepare_block", _wrong_anchor), "block embeddings"),

@@ -63,7 +63,7 @@ def test_rows_134_141_no_launch_depends_on_what_the_rows_hold(method: str, verif
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_launches_of_a_steady_round(method: str) -> None:
-    """One bookkeeping, one acceptance, one commit per cache, one draft table; stages t1 to advance add up to it all."""
+    """One bookkeeping, one acceptance, one commit, one draft table; stages t1 to advance add up to it all."""
     engine = seated(REQUESTS[:2], method)
     view = engine.state.rows(0, 2)
     stages = {name: Counter(c[0] for c in ops_of(rounds.stage(name), engine.stack, view)) for name in rounds.STAGES}
@@ -71,8 +71,7 @@ def test_launches_of_a_steady_round(method: str) -> None:
     drafts = chosen.drafter is not None
     assert stages["advance"] == {"dmtp::advance_round_out": 1}
     assert stages["accept"] == {"dmtp::accept_prefix": 1}
-    commits = {"dmtp::commit_kv": len(engine.stack.owners)}
-    assert {n: c for n, c in stages["commit"].items() if n.startswith("dmtp::")} == commits
+    assert {n: c for n, c in stages["commit"].items() if n.startswith("dmtp::")} == {"dmtp::commit_round": 1}
     assert stages["draft"]["dmtp::draft_page_table"] == int(drafts)
     assert stages["t1"]["dmtp::fused_t1_prep"] == int(drafts and chosen.first == "mtp")
     if drafts and chosen.first == "mtp":

@@ -84,17 +84,24 @@ def _stale_index_after_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _null_page_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = rounds.store
+    commit: Any = rounds.commit_round
 
-    def storing(cache: Any, rows: Any, valid: Any, slots: Any) -> None:
-        store(cache, rows, torch.full_like(valid, slots.shape[1]), slots.clamp(min=0))
+    def committing(*args: Any, **kwargs: Any) -> Any:
+        *rows_and_caches, valid, dst = args
+        every = torch.full_like(valid, dst[0].shape[1])
+        return commit(*rows_and_caches, every, [slots.clamp(min=0) for slots in dst], **kwargs)
 
-    monkeypatch.setattr(rounds, "store", storing)
+    monkeypatch.setattr(rounds, "commit_round", committing)
 
 
 def _swapped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = rounds.store
-    monkeypatch.setattr(rounds, "store", lambda cache, rows, valid, slots: store(cache, rows, valid, slots.roll(1, 1)))
+    commit: Any = rounds.commit_round
+
+    def committing(*args: Any, **kwargs: Any) -> Any:
+        *others, (target, *dst) = args
+        return commit(*others, [target.roll(1, 1), *dst], **kwargs)
+
+    monkeypatch.setattr(rounds, "commit_round", committing)
 
 
 PLANTED = {
