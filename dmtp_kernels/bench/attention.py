@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from dmtp_kernels import backends
 from dmtp_kernels.bench.measure import compare, compiled, report
+from dmtp_kernels.bench.progress import Report, silent
 from dmtp_kernels.ops.block_attention import block_attention
 from dmtp_kernels.ops.block_attention.spec import SPEC
 
@@ -108,6 +109,7 @@ def bench_attention(
     entries: Sequence[str] | None = None,
     rounds: int = 15,
     device: torch.device | None = None,
+    say: Report = silent,
 ) -> dict[str, Any]:
     """Time block attention by shape.
 
@@ -117,6 +119,7 @@ def bench_attention(
             the yardstick.
         rounds: timed rounds, interleaved over the entries.
         device: default CPU.
+        say: told what is being done.
 
     Returns:
         As `measure.report`, and `skipped`: entry -> why it was not measured.
@@ -134,7 +137,7 @@ def bench_attention(
     def group(shape: Shape) -> tuple[list[dict[str, Any]], float]:
         problem = Problem(shape, device)
         found = runs(problem, [*dict.fromkeys((*wanted, "eager"))], skipped)
-        return compare(OP, asdict(shape), found, lambda _: problem.bytes(), rounds, device)
+        return compare(OP, asdict(shape), found, lambda _: problem.bytes(), rounds, device, say)
 
     return {**report(OP, map(group, shapes), rounds, device), "skipped": skipped}
 

@@ -176,7 +176,7 @@ KINDS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "lm_head_select": ("memory", {"int8_": {"format": "int8"}, "dense_": {"format": "dense"}}),
     "lm_head_screen": ("memory", _PLAIN),
     "lm_head_rescore": ("memory", _PLAIN),
-    "block_attention": ("memory", {"mtp_": {"drafter": False}, "drafter_": {"drafter": True}}),
+    "block_attention": ("compute", {"mtp_": {"drafter": False}, "drafter_": {"drafter": True}}),
     "draft_page_table": ("dispatch", _PLAIN),
     "draft_page_table_from_slots": ("dispatch", _PLAIN),
     "sample_rows": ("compute", _PLAIN),

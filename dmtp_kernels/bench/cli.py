@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -14,7 +16,13 @@ from rich.table import Table
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels.bench.attention import ENTRIES as attention_entries
 from dmtp_kernels.bench.attention import Shape, bench_attention
+from dmtp_kernels.bench.environment import run_tests
+from dmtp_kernels.bench.ops import ENTRIES as op_entries
+from dmtp_kernels.bench.ops import bench_ops
+from dmtp_kernels.bench.progress import Progress
 from dmtp_kernels.bench.t1 import ENTRIES, bench_t1
+
+QUICK_SCALE, QUICK_ROUNDS = 64, 5
 
 bench_app = typer.Typer(no_args_is_help=True, help="time the ops against the eager chains they replace")
 
@@ -35,7 +43,10 @@ def t1(
     """T1 preparation (select, embed, two norms, projection, block) by head format."""
     where = _device(device, threads)
     batches = _whole_numbers("batch", batch)
-    _show(bench_t1(batches, vocab, hidden, rank, entries.split(","), rounds, where), "BVH", as_json)
+    progress = Progress()
+    report = bench_t1(batches, vocab, hidden, rank, entries.split(","), rounds, where, say=progress)
+    progress.done()
+    _show(report, "BVH", as_json)
 
 
 @bench_app.command("block_attention")
@@ -74,8 +85,56 @@ def attention(
         for b in _whole_numbers("batch", batch)
         for h in _whole_numbers("history", history)
     ]
-    report = bench_attention(shapes, None if entries is None else entries.split(","), rounds, where)
+    progress = Progress()
+    report = bench_attention(shapes, None if entries is None else entries.split(","), rounds, where, say=progress)
+    progress.done()
     _show(report, ("B", "history"), as_json)
+
+
+@bench_app.command("ops")
+@one_line_errors
+def ops(
+    op: Annotated[list[str] | None, typer.Option(help="an op, may be repeated", show_default="all")] = None,
+    rounds: Annotated[int, typer.Option(help="turns of every entry of every case, a seating")] = 15,
+    seconds: Annotated[float, typer.Option(help="begin further seatings, with inputs made anew, for so long")] = 0.0,
+    scale: Annotated[int, typer.Option(help="divides vocabulary, history and window")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help=f"as --scale {QUICK_SCALE} --rounds {QUICK_ROUNDS}")] = False,
+    entries: Annotated[str, typer.Option(help=f"among {', '.join(op_entries)}")] = "op,eager",
+    threads: Annotated[int, typer.Option(help="CPU threads, 0 = torch's own choice")] = 0,
+    clock: Annotated[str | None, typer.Option(help="cpu or wall", show_default="cpu on one thread, else wall")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    tests: Annotated[bool, typer.Option("--tests", help="run the ops' tests first and record how they went")] = False,
+    output: Annotated[Path | None, typer.Option(help="write the JSON here as well")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
+) -> None:
+    """Every op at serving size against eager PyTorch; exit code 1 where an op's outputs are wrong."""
+    where = _device(device, threads)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ValueError(f"output: is {output}, must be in a directory that exists")
+    progress = Progress()
+    if tests:
+        progress("tests of the ops")
+    tested = run_tests(op) if tests else None
+    report = bench_ops(
+        op,
+        rounds=QUICK_ROUNDS if quick else rounds,
+        seconds=seconds,
+        scale=QUICK_SCALE if quick else scale,
+        entries=entries.split(","),
+        clock=clock,
+        device=where,
+        say=progress,
+    )
+    progress.done()
+    report["tests"] = tested
+    if output is not None:
+        output.write_text(json.dumps(report) + "\n")
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show_ops(report)
+    if not all(case["agrees"] for case in report["cases"]) or (tested is not None and not tested["passed"]):
+        raise typer.Exit(1)
 
 
 def _device(name: str, threads: int) -> torch.device:
@@ -124,3 +183,38 @@ def _show(report: dict[str, Any], sizes: Sequence[str], as_json: bool) -> None:
     console.print(f"bandwidth measured in the same rounds: {measured} GB/s; medians of {report['rounds']} rounds")
     for entry, reason in report["skipped"].items():
         console.print(f"{entry}: not measured, {reason}")
+
+
+def _show_ops(report: dict[str, Any]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    where = report["environment"]
+    table = Table(
+        title=f"{where['device']}, {where['threads']} threads, {where['clock']} time, sizes over {where['scale']}"
+    )
+    for name in ("op", "case", "runs", "ms", "x eager", "x compiled", "floor, MB", "% of limit"):
+        table.add_column(name, justify="left" if name in ("op", "case", "runs") else "right")
+    for case in report["cases"]:
+        median, q1, q3 = (case["entries"]["op"][key] for key in ("median", "q1", "q3"))
+        speedups = [
+            f"{case['speedup'][e]['median']:.2f}" if e in case["speedup"] else "-" for e in ("eager", "compiled")
+        ]
+        table.add_row(
+            case["op"],
+            case["case"],
+            case["backend"],
+            f"{median:.3f} ({q1:.3f}-{q3:.3f})",
+            *speedups,
+            f"{case['floor_bytes'] / 1e6:.3f}",
+            f"{100 * case['share_of_bandwidth']:.0f}",
+        )
+    console.print(table)
+    load = ", ".join(f"{x:.1f}" for x in where["load"])
+    console.print(
+        f"medians and quartiles; limit: floor over {report['bandwidth_gb_s']:.1f} GB/s, measured in the same turns; "
+        f"load {load}; commit {where['commit']}"
+    )
+    for case in report["cases"]:
+        if not case["agrees"]:
+            console.print(f"WRONG {case['op']} {case['case']}: {case['disagreement']}")
+    if report["tests"] is not None:
+        console.print(f"tests: {report['tests']['summary']}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dmtp_kernels import backends
+from dmtp_kernels.bench.progress import Report, silent
 from dmtp_kernels.ops._pages import zeros
 
 READ_BYTES = 1 << 29
@@ -20,7 +21,9 @@ _FLUSH_BYTES = 1 << 28
 _WARMUPS = 3
 
 
-def medians(entries: Mapping[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, float]:
+def medians(
+    entries: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, say: Report = silent
+) -> dict[str, float]:
     """Median milliseconds of each entry over `rounds` rounds; a round runs every entry once, in turn.
 
     Turns spread a machine's other load over all entries alike and leave each one's data cold in the caches. On a CUDA
@@ -31,30 +34,32 @@ def medians(entries: Mapping[str, Callable[[], object]], rounds: int, device: to
     """
     if rounds < 1:
         raise ValueError(f"rounds: is {rounds}, must be at least 1")
-    timers = {
-        name: _graph_timer(run, device) if device.type == "cuda" else _timer(run) for name, run in entries.items()
-    }
+    timers = {}
+    for name, run in entries.items():
+        say(f"warming up {name}")
+        timers[name] = graph_timer(run, device) if device.type == "cuda" else _timer(run)
     times: dict[str, list[float]] = {name: [] for name in entries}
-    for _ in range(rounds):
+    for i in range(rounds):
         for name, timer in timers.items():
+            say(f"round {i + 1} of {rounds}: {name}")
             times[name].append(timer())
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def readers(device: torch.device) -> tuple[dict[str, Callable[[], object]], int]:
+def readers(device: torch.device, size: int = READ_BYTES) -> tuple[dict[str, Callable[[], object]], int]:
     """Streaming passes over a buffer larger than the caches, and the bytes of each: the fastest is the ceiling."""
-    words = zeros((READ_BYTES // 8,), torch.int64, device).fill_(1)
+    words = zeros((size // 8,), torch.int64, device).fill_(1)
     if device.type == "cuda":
         target = torch.empty_like(words)
         # on a GPU the ceiling is the copy: a reduction of this shape is a kernel of its own to tune
-        return {"copy": lambda: target.copy_(words)}, 2 * READ_BYTES
+        return {"copy": lambda: target.copy_(words)}, 2 * size
     floats = words.view(torch.float32)
     row = 1 << 12
     return {
         "sum": words.sum,
         "amax": words.view(torch.int32).amax,
         "mv": lambda: torch.mv(floats.view(-1, row), floats[:row]),
-    }, READ_BYTES
+    }, size
 
 
 def compare(
@@ -64,6 +69,7 @@ def compare(
     bytes_of: Callable[[str], int],
     rounds: int,
     device: torch.device,
+    say: Report = silent,
 ) -> tuple[list[dict[str, Any]], float]:
     """Entries of one shape against the one called `eager`, and the bandwidth in bytes/s measured in the same rounds.
 
@@ -73,7 +79,7 @@ def compare(
         of three streaming reads, GPU: a copy).
     """
     passes, read_bytes = readers(device)
-    times = medians({**entries, **passes}, rounds, device)
+    times = medians({**entries, **passes}, rounds, device, say)
     bandwidth = read_bytes / min(times.pop(name) for name in passes) * 1e3
     return [
         {
@@ -136,7 +142,10 @@ def _timer(run: Callable[[], object]) -> Callable[[], float]:
     return timed
 
 
-def _graph_timer(run: Callable[[], object], device: torch.device) -> Callable[[], float]:
+def graph_timer(
+    run: Callable[[], object], device: torch.device, before: Callable[[], object] | None = None
+) -> Callable[[], float]:
+    """Milliseconds of one replay of `run`, after `before` and with none of its data in the L2 cache."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -151,6 +160,8 @@ def _graph_timer(run: Callable[[], object], device: torch.device) -> Callable[[]
 
     def timed() -> float:
         assert kept is not NotImplemented  # the graph writes into what the captured run returned
+        if before is not None:
+            before()
         flush.zero_()
         start.record()
         graph.replay()

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dmtp_kernels.bench.measure import compare, compiled, report
+from dmtp_kernels.bench.progress import Report, silent
 from dmtp_kernels.ops._spec import nbytes
 from dmtp_kernels.ops.lm_head import LMHead, pack_lm_head
 from dmtp_kernels.ops.t1_prep import Fusion, fused_t1_prep
@@ -99,6 +100,7 @@ def bench_t1(
     entries: Sequence[str] = ENTRIES,
     rounds: int = 15,
     device: torch.device | None = None,
+    say: Report = silent,
 ) -> dict[str, Any]:
     """Time T1 preparation by entry and batch size.
 
@@ -107,6 +109,7 @@ def bench_t1(
         entries: among `ENTRIES`; `eager` is always run, as the yardstick.
         rounds: timed rounds, interleaved over the entries.
         device: default CPU.
+        say: told what is being done.
 
     Returns:
         As `measure.report`, and `skipped`: entry -> why it was not measured.
@@ -127,7 +130,7 @@ def bench_t1(
     def group(batch: int) -> tuple[list[dict[str, Any]], float]:
         shape = {"B": batch, "V": vocab, "H": hidden, "E": hidden, "r": rank}
         entry_runs = runs(stage, batch, [*dict.fromkeys((*entries, "eager"))], skipped)
-        return compare(_OP, shape, entry_runs, lambda entry: stage.bytes_of(entry, batch), rounds, device)
+        return compare(_OP, shape, entry_runs, lambda entry: stage.bytes_of(entry, batch), rounds, device, say)
 
     return {**report(_OP, map(group, batches), rounds, device), "skipped": skipped}
 

@@ -1,0 +1,124 @@
+"""The page of plots: it opens in a browser without network, shows every op, and says what was not measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dmtp_kernels._library import registered
+from profiling import page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1280,1800"),
+)
+
+
+def result(ops: Sequence[str], **changes: Any) -> dict[str, Any]:
+    """A made-up result of `dmtp bench ops`."""
+
+    def around(x: float) -> dict[str, float]:
+        return {"median": x, "q1": 0.9 * x, "q3": 1.2 * x}
+
+    cases = [
+        {
+            "op": op,
+            "case": f"b{batch}",
+            "shape": {"B": batch, "V": 248_320},
+            "backend": "cpu",
+            "eager_is": "chain",
+            "agrees": True,
+            "disagreement": None,
+            "entries": {"op": around(0.5 * batch)},
+            "speedup": {"eager": around(0.6 + i)},
+            "share_of_bandwidth": 0.07 * (i + 1) % 1.1,
+        }
+        for i, op in enumerate(ops)
+        for batch in (1, 8)
+    ]
+    where = {"device": "Some <CPU>", "threads": 1, "clock": "cpu", "scale": 1, "load": [0.5, 1.5], "commit": "abc1234"}
+    where["versions"] = {"torch": "2.13.0", "triton": None}
+    return {"kind": page.KIND, "environment": where, "bandwidth_gb_s": 17.2, "cases": cases} | changes
+
+
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("no Chromium on PATH")
+    return found
+
+
+def opened(path: Path, *arguments: str) -> str:
+    command = [browser(), *FLAGS, f"--user-data-dir={path.parent / 'profile'}", *arguments, path.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_it_opens_without_network(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    source = tmp_path / "results.json"
+    source.write_text(json.dumps(result(registered())))
+    assert page.main([str(source), "--output", str(path)]) == 0
+    dom = opened(path, "--dump-dom")
+    for op in registered():
+        assert re.search(rf"<td class=\"op\">{op}<", dom), op
+    assert "abc1234" in dom and "torch 2.13.0" in dom and "Some &lt;CPU&gt;" in dom
+
+
+def test_its_screenshot_is_not_blank(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    path, shot = tmp_path / "page.html", tmp_path / "page.png"
+    path.write_text(page.page([result(registered())]))
+    opened(path, f"--screenshot={shot}")
+    rows = (image.imread(shot)[:, :, :3] * 255).astype(int)  # [height, width, 3]
+    assert rows.shape[:2] == (1800, 1280)
+    colours = np.unique(rows.reshape(-1, 3), axis=0)
+    assert len(colours) > 20
+    # text and bars all the way down, and a background between them
+    inked = (rows != rows[:, :1]).any(axis=(1, 2))
+    assert 0.3 < inked[:1500].mean() < 1
+    assert all(inked[i : i + 100].any() for i in range(0, 1500, 100))
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    text = page.page([result(registered())])
+    assert not re.search(r"(src|href)=|url\(|@import|https?:", text)
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_the_headline_comes_first_and_the_unmeasured_last() -> None:
+    ops = [op for op in registered() if op not in ("commit_kv", page.FIRST)]
+    text = page.page([result([*ops, page.FIRST], bandwidth_gb_s=None)])
+    order = re.findall(r'<td class="op">(\w+)<', text)
+    assert order[0] == page.FIRST and order[-1] == "commit_kv" and sorted(order) == sorted(registered())
+    assert re.search(r'commit_kv</td><td colspan="4"><span class="none">not measured', text)
+    assert "bandwidth not measured" in text and "torch.compile not measured" in text
+
+
+def test_figures_are_those_of_the_result() -> None:
+    run = result(["commit_kv"])
+    run["cases"][0]["speedup"]["compiled"] = {"median": 1.25, "q1": 1.2, "q3": 1.3}
+    run["cases"][1] |= {"agrees": False, "disagreement": "output 0: x", "share_of_bandwidth": None, "speedup": {}}
+    text = page.page([run])
+    assert "0.60&times;" in text and "torch.compile 1.25&times;" in text and "7 %" in text
+    assert "wrong: output 0: x" in text and text.count("not measured</span>") == len(registered()) - 1 + 2
+
+
+def test_results_of_the_gpu_check_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, path = tmp_path / "gpu.json", tmp_path / "page.html"
+    inner = result(["commit_kv"])
+    source.write_text(json.dumps({"results": {"ops": inner, "t1_tp4": {"cases": []}, "attention": "not measured"}}))
+    assert page.main([str(source), "--output", str(path)]) == 0
+    assert path.read_text() == page.page([inner])
+    source.write_text('{"results": {"ops": "not measured"}}')
+    assert page.main([str(source), "--output", str(path)]) == 2
+    assert "holds no result" in capsys.readouterr().err
