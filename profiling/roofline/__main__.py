@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dmtp_kernels.bench.progress import Progress
 from profiling.roofline import estimate, measured
 from profiling.roofline.hardware import GPUS
 
@@ -69,8 +70,10 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
             "rounds": estimate.rounds(gpus, models, context=options.context, weight_bytes=weight_bytes),
         }
     if not options.estimates:
+        progress = Progress()
         device = torch.device(options.device)
-        found["machine"] = measured.machine(device, options.op, options.scale, options.rounds)
+        found["machine"] = measured.machine(device, options.op, options.scale, options.rounds, progress)
+        progress.done()
     return found
 
 

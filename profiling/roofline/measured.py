@@ -11,6 +11,7 @@ import torch
 
 from dmtp_kernels.bench.cases import BenchCase, Problem, Suite, tensors_in
 from dmtp_kernels.bench.measure import medians, readers
+from dmtp_kernels.bench.progress import Report, silent
 from dmtp_kernels.ops._spec import Spec
 from profiling.bandwidth import best_seconds
 from profiling.table import table
@@ -85,7 +86,7 @@ class Row:
 
 
 def measure(
-    cases: Iterable[BenchCase], rates: dict[str, float], device: torch.device, rounds: int = 9
+    cases: Iterable[BenchCase], rates: dict[str, float], device: torch.device, rounds: int = 9, say: Report = silent
 ) -> Iterator[Row]:
     """Time the op of each case, by the backend that runs, in turn with streaming passes that measure the bandwidth.
 
@@ -94,6 +95,7 @@ def measure(
     """
     passes, passed = readers(device)
     for case in cases:
+        say(f"{case.op} {case.name}")
         problem = case.load()
         yield _row(problem, passes, passed, rates, device, rounds)
         del problem
@@ -124,15 +126,18 @@ def _row(
     )
 
 
-def machine(device: torch.device, names: Sequence[str] | None, scale: int, rounds: int) -> dict[str, Any]:
+def machine(
+    device: torch.device, names: Sequence[str] | None, scale: int, rounds: int, say: Report = silent
+) -> dict[str, Any]:
     """`{"device", "threads", "bf16_tflop_s", "fp32_tflop_s", "rounds", "ops": [Row as a dict]}`.
 
     Raises:
         ValueError: `names` has one that is no op's.
     """
     chosen = list(Suite(device, scale).cases(names))
+    say("matrix products")
     rates = {name: matrix_rate(dtype, device) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
-    rows = [asdict(row) for row in measure(chosen, rates, device, rounds)]
+    rows = [asdict(row) for row in measure(chosen, rates, device, rounds, say)]
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
