@@ -1,0 +1,25 @@
+"""Checkpoints in public formats: DFlash, DFlash2 and DMTP drafters, dense Qwen3 targets, Qwen3.5's MTP module.
+
+Each is a directory with a `config.json` and safetensors. README.md lists tensors, keys and what is refused.
+"""
+
+from dmtp_kernels.models.formats.dflash import DFlashCheckpoint, read_dflash
+from dmtp_kernels.models.formats.dflash2 import DFlash2, DFlash2Config
+from dmtp_kernels.models.formats.dmtp import DMTPCheckpoint, read_dmtp
+from dmtp_kernels.models.formats.export import save_drafter, save_mtp, save_qwen3
+from dmtp_kernels.models.formats.qwen3 import read_qwen3
+from dmtp_kernels.models.formats.qwen_mtp import read_mtp
+
+__all__ = [
+    "DFlash2",
+    "DFlash2Config",
+    "DFlashCheckpoint",
+    "DMTPCheckpoint",
+    "read_dflash",
+    "read_dmtp",
+    "read_mtp",
+    "read_qwen3",
+    "save_drafter",
+    "save_mtp",
+    "save_qwen3",
+]
