@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,23 +83,36 @@ def test_out_form_allocates_nothing_and_stays_inside_its_buffers() -> None:
         guard.check(written=False)
 
 
-def test_only_what_moves_is_read() -> None:
+def test_only_what_moves_is_read_and_once() -> None:
+    from triton.runtime.interpreter import interpreter_builder
+
     caches = three()
     del caches[-1].options["scratch_dst"]
-    read: dict[str, set[int]] = {}
+    moved: dict[tuple[str, str], Counter[int]] = {}
+    tiles: dict[object, set[str]] = {}  # whose rows a program loads
 
     def note(access: watch.Access) -> None:
         owner = access.owner()
-        if access.kind == "load" and owner is not None and owner.startswith(("rows", "k_caches", "v_caches")):
+        if owner is not None and owner.startswith(("rows", "k_caches", "v_caches")):
             tensor = access.launch.tensors[owner]
             offsets = (access.addresses.astype("int64") - tensor.data_ptr()) // tensor.element_size()
-            read.setdefault(owner, set()).update((offsets // (tensor.shape[-1] * tensor.shape[-2])).tolist())
+            moved.setdefault((access.kind, owner), Counter()).update(offsets.tolist())
+            if owner.startswith("rows"):
+                tiles.setdefault(interpreter_builder.grid_idx, set()).add(owner)
 
     with watch.watch(note):
         check(commit_round, caches, torch.tensor([3, 8]))
-    moved = {0, 1, 2, *range(8, 16)}
-    assert {name for name in read if name.startswith("rows")} == {f"rows_{k}[{i}]" for k in "kv" for i in range(6)}
-    assert all(rows == moved for name, rows in read.items() if name.startswith("rows"))
+    layers = [f"{k}[{i}]" for k in ("rows_k", "rows_v") for i in range(6)]
+    assert {owner for kind, owner in moved if kind == "load" and "rows" in owner} == set(layers)
+    assert {len(owners) for owners in tiles.values()} == {1}
+    assert {n for elements in moved.values() for n in elements.values()} == {1}
+    for cache, first in zip(caches, (0, 2, 5), strict=True):
+        size = cache.rows[0][0][0, 0].numel()
+        rows = {offset // size for offset in moved["load", f"rows_k[{first}]"]}
+        assert rows == {0, 1, 2, *range(8, 16)}
+        assert len(moved["store", f"k_caches[{first}]"]) == (11 + 2 * (first == 5)) * size
     # of the caches only MTP's is read, where its pending rows are
-    assert {name for name in read if "caches" in name} == {"k_caches[5]", "v_caches[5]"}
-    assert read["k_caches[5]"] == set(caches[-1].options["pending_slot"].tolist())
+    read = {owner: elements for (kind, owner), elements in moved.items() if kind == "load" and "caches" in owner}
+    assert set(read) == {"k_caches[5]", "v_caches[5]"}
+    pending = {offset // (2 * 130) for offset in read["k_caches[5]"]}
+    assert pending == set(caches[-1].options["pending_slot"].tolist())
