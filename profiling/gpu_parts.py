@@ -88,7 +88,7 @@ def parts() -> list[Part]:
             result=True,
         ),
         Part("configure", 30, ("cmake", "-S", ".", "-B", "build/dry", f"-DPython_EXECUTABLE={py}"), "cmake", "cpu"),
-        Part("cpu_correctness", 60, (*pytest, "tests/test_bench_cases.py"), where="cpu"),
+        Part("cpu_correctness", 90, (*pytest, "tests/test_bench_cases.py"), where="cpu"),
         Part("machine_code", 60, (py, "-m", "profiling.resources", "--op", "draft_pages"), where="cpu"),
         Part("cpu_ops", 60, (*bench, "ops", "--quick", "--threads", "1", "--json"), where="cpu", result=True),
     ]

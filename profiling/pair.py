@@ -73,9 +73,12 @@ def measure(
     scale: int = SCALE,
     threads: int = 1,
     device: str = "cpu",
+    tests: bool = False,
     say: Report = silent,
 ) -> None:
     """Run both sides' workers in turns, `rounds` a seating, and write what each measured.
+
+    `tests`: run the tests of the ops in both checkouts first; the files say how they went.
 
     Raises:
         Refused: a worker ended, or the sides have other cases.
@@ -88,6 +91,9 @@ def measure(
             worker.send(start={"names": names, "scale": scale, "threads": threads, "device": device})
         for worker in workers:
             worker.answer()
+        for worker in workers if tests else ():
+            say("tests of the ops")
+            worker.ask(tests=names)
         for seating in range(seatings):
             counts = [worker.ask(seat=True) for worker in workers]
             if counts[0] != counts[1]:
@@ -115,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", type=int, default=SCALE, help="divides vocabulary, history and window")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tests", action="store_true", help="first run the ops' tests in both checkouts")
     parser.add_argument("--gate", type=float, default=5.0, help="percent")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -129,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             scale=options.scale,
             threads=options.threads,
             device=options.device,
+            tests=options.tests,
             say=progress,
         )
         progress.done()

@@ -120,6 +120,8 @@ def test_attention_without_entries_times_what_the_op_runs(monkeypatch: pytest.Mo
         (["--vocab", "0"], "vocab: is 0"),
         (["--threads", "-1"], "threads: is -1"),
         (["--device", "tpu"], "device: is 'tpu'"),
+        (["--device", "cpu:1"], "device: is 'cpu:1'"),
+        (["--device", "cuda:99"], "device: is 'cuda:99'"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import statistics
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dmtp_kernels.bench import environment, ops, turns
+from dmtp_kernels.bench import environment, ops, turns, worker
 from dmtp_kernels.bench.cases import Problem
 from dmtp_kernels.bench.ops import Session, bench_ops
 from dmtp_kernels.bench.progress import Progress
@@ -135,6 +136,28 @@ def test_red_tests_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmtp_kernels.bench.cli.run_tests", lambda _: found)
     result = CliRunner().invoke(app, ["bench", "ops", "--op", "accept_prefix", "--quick", "--threads", "1", "--tests"])
     assert result.exit_code == 1 and "1 failed in 3 s" in result.stdout
+
+
+def test_a_worker_answers_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.json"
+    red = {"passed": False, "summary": "1 failed"}
+    monkeypatch.setattr(worker, "run_tests", lambda names: red | {"of": names})
+    commands = [
+        {"start": {"names": ["accept_prefix"], "scale": 256, "threads": 1, "device": "cpu"}},
+        {"tests": ["accept_prefix"]},
+        *({"seat": True}, {"turn": 1}, {"turn": 0}, {"seat": True}, {"turn": 0}, {"turn": 1}),
+        {"report": str(output), "session": "s"},
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(c) + "\n" for c in commands)))
+    worker.serve()
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        *(True, True, 2, True, True, 2, True, True, True)
+    ]
+    report = json.loads(output.read_text())
+    assert report["session"] == "s" and report["seatings"] == 2 and report["tests"] == red | {"of": ["accept_prefix"]}
+    assert [len(c["entries"]["op"]["samples"]) for c in report["cases"]] == [2, 2]
 
 
 def test_every_op_has_tests_by_the_word_that_picks_them() -> None:

@@ -138,15 +138,21 @@ def ops(
 
 
 def _device(name: str, threads: int) -> torch.device:
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"device: is {name!r}, must be cpu or cuda")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("device: is 'cuda', no CUDA device is visible")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
+        raise ValueError(f"device: is {name!r}, must be cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: is {name!r}, no CUDA device is visible")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: is {name!r}, there are {torch.cuda.device_count()} CUDA devices")
     if threads < 0:
         raise ValueError(f"threads: is {threads}, must be at least 0")
     if threads:
         torch.set_num_threads(threads)
-    return torch.device(name)
+    return device
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:

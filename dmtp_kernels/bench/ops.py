@@ -141,7 +141,7 @@ class Session:
             timer.sample()
 
     def report(self) -> dict[str, Any]:
-        """A dict for `json.dumps`; the keys are described in profiling/README.md."""
+        """A dict for `json.dumps`; the keys are described in profiling/benchmarks.md."""
         bandwidth = None
         if self._reads:
             bandwidth = self._read_bytes / min(statistics.median(t.samples) for t in self._reads) * 1e3

@@ -1,7 +1,7 @@
 """One side of a paired benchmark: takes turns as it is told, a line of JSON at a time, so that two commits alternate.
 
-`python -m dmtp_kernels.bench.worker` reads `{"start": {...}}` (the arguments of `Session`), `{"seat": true}`,
-`{"turn": i}` and `{"report": "FILE"}` and answers each with one line.
+`python -m dmtp_kernels.bench.worker` reads `{"start": {...}}` (the arguments of `Session`), `{"tests": names}`,
+`{"seat": true}`, `{"turn": i}` and `{"report": "FILE", ...}` and answers each with one line.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dmtp_kernels.bench.environment import run_tests
 from dmtp_kernels.bench.ops import Session
 from dmtp_kernels.bench.turns import Plant
 
@@ -20,6 +21,7 @@ from dmtp_kernels.bench.turns import Plant
 def serve(plant: Plant | None = None) -> None:
     """Answer commands until the input ends."""
     session: Session | None = None
+    tested: dict[str, Any] | None = None
     for line in sys.stdin:
         command = json.loads(line)
         answer: Any = True
@@ -29,12 +31,14 @@ def serve(plant: Plant | None = None) -> None:
             session = Session(options["names"], options["scale"], device=torch.device(options["device"]), plant=plant)
         else:
             assert session is not None
-            if "seat" in command:
+            if "tests" in command:
+                tested = run_tests(command["tests"])
+            elif "seat" in command:
                 answer = session.seat()
             elif "turn" in command:
                 session.turn(command["turn"])
             else:
-                report = session.report() | {"session": command["session"], "rounds": command["rounds"]}
+                report = session.report() | {"session": command["session"], "tests": tested}
                 Path(command["report"]).write_text(json.dumps(report) + "\n")
         print(json.dumps(answer), flush=True)
 

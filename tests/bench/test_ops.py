@@ -1,42 +1,33 @@
-"""Every op at every shape of its spec, by the implementation that runs on this machine.
+"""Every op at the sizes of a 35B model over four ranks, by what runs it here, and the eager chain it replaces.
 
-A number here compares two commits on one machine; `floor_mb` is what a perfect kernel moves.
+A number here compares two commits on one machine, roughly; `python -m profiling.pair` compares them well. `floor_mb` is
+what a perfect kernel moves.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from typing import Any
 
 import pytest
-import torch
 
-from dmtp_kernels import _library, backends, ops
-from dmtp_kernels.ops._spec import Case, Spec
+from dmtp_kernels.bench.cases import BenchCase, Suite
+from tests.bench.test_t1 import DEVICE, _no_poison, device_clock, replayed
 
-FAMILIES = [m.name for m in pkgutil.iter_modules(ops.__path__) if m.ispkg]
-SPECS: list[Spec] = [s for f in FAMILIES for s in importlib.import_module(f"dmtp_kernels.ops.{f}.spec").SPECS]
+__all__ = ["_no_poison"]  # the fixture of the other file holds here too
+
+SUITE = Suite(DEVICE, scale=4)
+CASES = [pytest.param(c, id=f"{c.op}-{c.name}") for c in SUITE.cases()]
 
 
-@pytest.mark.parametrize(("spec", "case"), [pytest.param(s, c, id=f"{s.op}-{c.name}") for s in SPECS for c in s.cases])
-def test_op(benchmark: Any, spec: Spec, case: Case) -> None:
-    op = _library._OPS[spec.op]
-    names = [a.name for a in op.functional._schema.arguments]
-    positional = sum(not a.kwarg_only for a in op.functional._schema.arguments)
-
-    def fresh() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # an op that advances its own state must start every round from the same one
-        inputs = case.make(torch.Generator().manual_seed(7))
-        return inputs[:positional], dict(zip(names[positional:], inputs[positional:], strict=True))
-
-    args, keywords = fresh()
-    benchmark.group = spec.op
-    benchmark.extra_info["backend"] = backends.choose(spec.op, torch.device("cpu"))
-    benchmark.extra_info["floor_mb"] = spec.floor_bytes(*args, *keywords.values()) / 1e6
-    # poisoning every allocation would be timed too
-    torch.use_deterministic_algorithms(False)
-    try:
-        benchmark.pedantic(op.functional, setup=fresh, rounds=50, warmup_rounds=3)
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+@pytest.mark.parametrize("entry", ["op", "eager"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.benchmark(timer=device_clock)
+def test_op(benchmark: Any, case: BenchCase, entry: str) -> None:
+    problem = case.load()
+    run = replayed(problem.fused() if entry == "op" else problem.eager())
+    benchmark.group = f"{case.op} {case.name}"
+    benchmark.extra_info["device"] = str(DEVICE)
+    benchmark.extra_info["backend"] = problem.backend if entry == "op" else f"torch ({problem.eager_is})"
+    benchmark.extra_info["floor_mb"] = problem.floor_bytes / 1e6
+    # an op that advances its own state must start every round from the same one
+    benchmark.pedantic(run, setup=problem.reset, rounds=15, warmup_rounds=2)
