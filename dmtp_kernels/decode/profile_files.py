@@ -115,7 +115,7 @@ def plot_stages(results: Sequence[dict[str, Any]], path: Path) -> None:
     for index, found in enumerate(results):
         axis.text(index, bottoms[index], f"{found['round_ms']:.2f} ms", ha="center", va="bottom")
     found = results[0]
-    axis.set_title(f"{found['batch']} requests, {found['rounds']} rounds each", fontsize=10)
+    axis.set_title(f"{found['batch']} request{'s' * (found['batch'] != 1)}, {found['rounds']} rounds each", fontsize=10)
     axis.set_ylabel("ms/round")
     axis.margins(y=0.06)
     handles, labels = axis.get_legend_handles_labels()

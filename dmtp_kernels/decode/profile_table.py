@@ -26,12 +26,13 @@ def overhead_table(found: dict[str, Any]) -> Table:
     left."""
     other = found.get("against")
     sampled = f"T = {found['temperature']}, " if "temperature" in found else ""
+    requests = f"{found['batch']} request{'s' * (found['batch'] != 1)}"
     table = Table(
-        title=f"{found['batch']} requests, {sampled}{found['rounds']} rounds after {found['warmup']}",
+        title=f"{requests}, {sampled}{found['rounds']} rounds after {found['warmup']}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("stage (ms/round)", no_wrap=True)
+    table.add_column("stage (ms/round)")  # may wrap, figures may not
     columns = [other["method"], found["method"], "difference"] if other else [found["method"]]
     for column in (*columns, "share", "of it models"):
         table.add_column(column, justify="right", no_wrap=True)

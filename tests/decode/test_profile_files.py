@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import resource
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from dmtp_kernels.cli import app
@@ -126,6 +128,20 @@ def test_a_full_disk_leaves_no_half_trace(name: str, tmp_path: Path) -> None:
     with files_of_at_most(1000), pytest.raises(ValueError, match=f"trace: cannot write .*{name}"):
         trace_rounds(engine_of("dmtp"), REQUESTS, path, rounds=1, warmup=1)
     assert list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
+
+
+def test_half_a_trace_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler that does not say that the disk took a part only."""
+    export = torch.profiler.profile.export_chrome_trace
+
+    def cut(profile: torch.profiler.profile, path: str) -> None:
+        export(profile, path)
+        os.truncate(path, os.path.getsize(path) // 2)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
+    with pytest.raises(ValueError, match=r"trace: cannot write .*the profiler wrote no whole trace"):
+        trace_rounds(engine_of("dmtp"), REQUESTS, tmp_path / "a.json", rounds=1, warmup=1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_no_half_figure(tmp_path: Path) -> None:
