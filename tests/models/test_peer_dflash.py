@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from dmtp_kernels.models.formats import read_dflash
+from dmtp_kernels.models.formats import read_dflash, save_drafter
+from dmtp_kernels.testing.models import tiny_checkpoint
+from tests.models.format_cases import TARGET
 from tests.models.public_cases import chunked, drafter_case, randomise, run_block, worst
 
 peer: Any = pytest.importorskip("dflash.model", reason="the peer is not installed (make test-peer)")
@@ -68,6 +71,57 @@ def test_hidden_and_tokens_of_a_block(tmp_path: Path, seed: int) -> None:
     found = run_block(ours, features, table[ids], chunks)
     assert worst(found, theirs) < 1e-4
     assert torch.equal((found @ table.T).argmax(-1), (theirs @ table.T).argmax(-1))
+
+
+@pytest.mark.parametrize("method", ["dmtp", "low_rank", "control"])
+def test_the_peer_loads_a_dmtp_checkpoint_as_plain_dflash(tmp_path: Path, method: str) -> None:
+    trio = tiny_checkpoint(5, num_layers=4, target_layers=(1, 2))
+    save_drafter(tmp_path, trio.drafters[method], trio.target.config, method=method, fusion=trio.fusions.get(method))
+    model, report = peer.DFlashDraftModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert all(key.startswith("dmtp_fusion.") for key in report["unexpected_keys"])
+    assert bool(report["unexpected_keys"]) == (method in trio.fusions)
+    generator = torch.Generator().manual_seed(0)
+    features, embeds = torch.randn(40, 64, generator=generator), torch.randn(8, 32, generator=generator)
+    ours = read_dflash(tmp_path).drafter
+    assert worst(run_block(ours, features, embeds, [40]), peer_block(model.eval(), features, embeds, [25, 15])) < 1e-4
+
+
+def test_our_sliding_checkpoints_are_the_peer_s(tmp_path: Path) -> None:
+    for seed in range(20):
+        first, second = tmp_path / f"peer{seed}", tmp_path / f"ours{seed}"
+        case = drafter_case(random.Random(4000 + seed))
+        save(first, case, seed)
+        ours = read_dflash(first).drafter
+        target = dataclasses.replace(TARGET, num_layers=case["num_target_layers"], vocab_size=case["vocab_size"])
+        save_drafter(second, ours, target)
+        model = peer.DFlashDraftModel.from_pretrained(second).eval()
+        features = torch.randn(30, ours.config.context_size, generator=torch.Generator().manual_seed(seed))
+        embeds = torch.randn(2, case["hidden_size"], generator=torch.Generator().manual_seed(seed))
+        assert worst(run_block(ours, features, embeds, [30]), peer_block(model, features, embeds, [30])) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_dflash2_tensors_are_the_peer_s(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(5000 + seed)
+    case = drafter_case(draw)
+    case["dflash_config"] |= {
+        "conv_kernel_size": draw.choice([1, 2]), "conv_group_size": draw.choice([1, 4, 8]),
+        "selector_rank": draw.choice([3, 8]), "selector_top_k": draw.choice([1, 16]),
+    }  # fmt: skip
+    model = save(tmp_path / "peer", case, seed, "DFlash2DraftModel")
+    read = read_dflash(tmp_path / "peer")
+    assert read.dflash2 is not None
+    state = model.state_dict()
+    known = {name.removesuffix(".weight"): tensor for name, tensor in state.items()}
+    for name, tensor in read.dflash2.tensors.items():
+        assert torch.equal(tensor, known[name.removesuffix(".weight")]), name
+    assert len(state) == len(read.dflash2.tensors) + len(read.drafter.state_dict())
+    target = dataclasses.replace(TARGET, num_layers=case["num_target_layers"], vocab_size=case["vocab_size"])
+    save_drafter(tmp_path / "ours", read.drafter, target, dflash2=read.dflash2)
+    again, report = peer.DFlash2DraftModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
 
 
 def test_a_wrong_window_is_seen(tmp_path: Path) -> None:
