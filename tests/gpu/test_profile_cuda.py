@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dmtp_kernels.decode import round as rounds
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.profile import profile_methods
 from dmtp_kernels.decode.profile_files import trace_rounds
@@ -33,14 +34,12 @@ def test_stages_add_up_to_the_round(graphs: bool) -> None:
     for found in results:
         assert found["timer"] == "cuda events" and found["rounds"] == 6
         assert sum(row["ms"] for row in found["stages"].values()) == pytest.approx(found["round_ms"], rel=0.03)
-        assert all(row["ms"] > 0 for row in found["stages"].values())
+        assert all(row["ms"] >= 0 for row in found["stages"].values())
         # replayed graphs hide the models' calls
         assert (found["own_ms"] is None) == graphs
 
 
 def test_a_delay_on_the_device_shows_in_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dmtp_kernels.decode import round as rounds
-
     engines, original = [_engine("dmtp"), _engine("dmtp")], rounds.accept
 
     def slow(stack: object, state: object) -> None:
