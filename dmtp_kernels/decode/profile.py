@@ -200,7 +200,7 @@ def profile_methods(
         raise ValueError(
             f"requests: ended before {warmup + 1} rounds with all {len(requests)} of them; ask for more tokens"
         )
-    about = {"rounds": count - warmup, "warmup": warmup, "batch": len(requests)}
+    about: dict[str, Any] = {"rounds": count - warmup, "warmup": warmup, "batch": len(requests)}
     about |= {"timer": "cuda events" if clock.cuda else "perf_counter", "graphs": graphs}
     return [
         _summary(engine.method, clock, rows[warmup:count]) | about for engine, rows in zip(engines, timed, strict=True)

@@ -189,7 +189,8 @@ def test_command_prints_the_overhead_table() -> None:
     dflash, dmtp, more = (float(cell) for cell in rows["whole round"][2:5])
     assert dmtp - dflash == pytest.approx(more, abs=0.002) and dflash > 0
     added = [line.split()[-6:] for line in lines if line.lstrip().startswith("additional")]
-    assert len(added) == 2 and added[0][0] == "-" and float(added[1][0]) < float(added[1][1])
+    # MTP has no figure in the other's column, T1 that of its embedding
+    assert len(added) == 2 and added[0][0] == "-" and min(map(float, added[1][:2])) > 0
     result = command("--rounds", "2", "--method", "mtp3", "--against", "none")
     assert "MTP chain" in result.output and "DFlash" not in result.output and "outside the models" in result.output
 
