@@ -66,6 +66,11 @@ def test_the_gate_and_the_threshold() -> None:
     # noise so large that the interval reaches below 2 %
     loud = compare.changes([run_of(0, noise=2.0)], [run_of(1, {"accept_prefix": 0.07}, noise=2.0)])
     assert loud[0].verdict == "undecided" and loud[0].low < 2 < loud[0].high
+    # of so few seatings all could lie on one side by chance
+    few = compare.changes([run_of(0, seatings=7)], [run_of(1, {"accept_prefix": 0.5}, seatings=7)])
+    assert few[0].verdict == "undecided" and few[0].percent > 30
+    enough = compare.changes([run_of(0, seatings=8)], [run_of(1, {"accept_prefix": 0.5}, seatings=8)])
+    assert enough[0].verdict == "slower"
 
 
 def test_separate_runs_need_a_larger_change() -> None:
