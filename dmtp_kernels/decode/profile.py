@@ -153,13 +153,14 @@ def profile_methods(
     (without CUDA the same stages run eagerly).
 
     Returns:
-        For each engine `{"method", "round_ms", "round_quartiles_ms", "stages": {name: {"label", "ms", "share",
-        "models_ms"}}, "added": {name: {"label", "ms"}}, "own_ms", "own_share", "rounds", "warmup", "batch", "timer"}`.
+        For each engine `{"method", "round_ms", "round_quartiles_ms", "scale", "stages": {name: {"label", "ms",
+        "share", "models_ms"}}, "added": {name: {"label", "ms"}}, "own_ms", "own_share", "rounds", "warmup", "batch",
+        "timer", "graphs"}`.
         Names are `STAGES`, labels what the source calls them; `added` repeats `added_stages`. `models_ms` is what the
         target, the drafter and the MTP module take inside a stage, attention and the target's logits included; `own_ms`
         is the rest of the round, draft heads and sampling included. They are None where graphs hide the models' calls.
-        All figures are means over the middle half of the rounds, by the round's time, so that a stage stalled by
-        something else on the machine falls out with its round.
+        All figures are medians over the rounds; those inside a round are multiplied by `scale`, so that the stages add
+        up to the median round: 1 but for what stalls single stages, other processes for one.
 
     Raises:
         ValueError: the requests ended before a round was timed, or there are more of them than rows.
@@ -208,26 +209,23 @@ def profile_methods(
 
 
 def _summary(method: Method, clock: _Clock, rows: list[_Round]) -> dict[str, Any]:
-    rows = sorted(rows, key=lambda row: clock.ms(row.span))
-    times = [clock.ms(row.span) for row in rows]
-    middle = rows[len(rows) // 4 : len(rows) - len(rows) // 4]
-    round_ms = statistics.fmean(clock.ms(row.span) for row in middle)
-    seen = any(any(row.models.values()) for row in middle)
-
-    def models_ms(name: str) -> float:
-        return statistics.fmean(sum(map(clock.ms, row.models[name])) for row in middle)
-
+    times = sorted(clock.ms(row.span) for row in rows)
+    round_ms = statistics.median(times)
+    medians = {name: statistics.median(clock.ms(row.spans()[name]) for row in rows) for name in STAGES}
+    scale = round_ms / total if (total := sum(medians.values())) else 1.0
+    seen = any(any(row.models.values()) for row in rows)
     stages: dict[str, dict[str, Any]] = {}
     for name in STAGES:
-        ms = statistics.fmean(clock.ms(row.spans()[name]) for row in middle)
-        share = ms / round_ms if round_ms else 0.0
-        stages[name] = {"label": label(name, method), "ms": ms, "share": share}
-        stages[name]["models_ms"] = models_ms(name) if seen else None
+        share = scale * medians[name] / round_ms if round_ms else 0.0
+        stages[name] = {"label": label(name, method), "ms": scale * medians[name], "share": share}
+        models = statistics.median(sum(map(clock.ms, row.models[name])) for row in rows)
+        stages[name]["models_ms"] = scale * models if seen else None
     own = round_ms - sum(row["models_ms"] for row in stages.values()) if seen else None
     return {
         "method": method.name,
         "round_ms": round_ms,
         "round_quartiles_ms": [times[len(times) // 4], times[len(times) - 1 - len(times) // 4]],
+        "scale": scale,
         "stages": stages,
         "added": {name: {key: stages[name][key] for key in ("label", "ms")} for name in added_stages(method)},
         "own_ms": own,

@@ -130,6 +130,23 @@ def test_warm_up_rounds_are_left_out_and_outliers_do_not_count(monkeypatch: pyte
     plant(monkeypatch, "verify", delay)
     found = profiled(warmup=3)
     assert calls == 11 and found["round_ms"] == found["stages"]["verify"]["ms"] == pytest.approx(1)
+    assert found["scale"] == pytest.approx(1)
+
+
+def test_stages_add_up_where_every_round_stalls_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, done = FakeTime(monkeypatch), dict.fromkeys(STAGES, 0)
+    for index, name in enumerate(("draft", "verify", "mtp")):
+
+        def delay(stack: Any, index: int = index, name: str = name) -> None:
+            clock.pass_ms(3 if done[name] % 3 == index else 1)
+            done[name] += 1
+
+        plant(monkeypatch, name, delay)
+    found = profiled(rounds=9)
+    assert found["round_ms"] == pytest.approx(5) and found["scale"] == pytest.approx(5 / 3)
+    assert {name for name, row in found["stages"].items() if row["ms"] == pytest.approx(5 / 3)} == set(done) - {
+        *("t1", "accept", "commit", "advance")
+    }
 
 
 def test_only_rounds_of_the_whole_batch_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
