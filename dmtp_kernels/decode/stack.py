@@ -94,8 +94,8 @@ def build_stack(
     `num_pages` is the size of each of the three caches; the MTP cache has room for `max_batch` private tails on top.
 
     Raises:
-        ValueError: the checkpoint lacks the method's drafter or fusion, there is no such verification, or `mtp_steps`
-            is out of range.
+        ValueError: the checkpoint lacks the method's drafter, fusion or MTP module, there is no such verification, or
+            `mtp_steps` is out of range.
     """
     if verification not in VERIFICATIONS:
         raise ValueError(f"verification: is {verification!r}, must be one of {', '.join(VERIFICATIONS)}")
@@ -104,6 +104,8 @@ def build_stack(
     weight = target.embed_tokens.weight
     dtype, device = weight.dtype, weight.device
     mtp = checkpoint.mtp if method.uses_mtp else None
+    if method.uses_mtp and mtp is None:
+        raise ValueError(f"checkpoint: has no MTP module, method {method.name!r} needs one")
     drafter = None
     if method.drafter is not None:
         if method.drafter not in checkpoint.drafters:

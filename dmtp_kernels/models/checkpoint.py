@@ -35,17 +35,20 @@ class CheckpointError(ValueError):
 
 @dataclass
 class Checkpoint:
-    """Models in eval mode without gradients; `drafters` and `fusions` are keyed by method name."""
+    """Models in eval mode without gradients; `drafters` and `fusions` are keyed by method name. `mtp` is None where
+    only methods without MTP are to run."""
 
     target: Target
-    mtp: MTP
+    mtp: MTP | None
     drafters: dict[str, Drafter]
     fusions: dict[str, FusionModule] = field(default_factory=dict)
     record: dict[str, Any] | None = None
 
     def modules(self) -> dict[str, nn.Module]:
         """Every module by the prefix of its tensors."""
-        named: dict[str, nn.Module] = {"target": self.target, "mtp": self.mtp}
+        named: dict[str, nn.Module] = {"target": self.target}
+        if self.mtp is not None:
+            named["mtp"] = self.mtp
         named |= {f"drafters.{name}": module for name, module in self.drafters.items()}
         return named | {f"fusion.{name}": module for name, module in self.fusions.items()}
 
@@ -84,8 +87,10 @@ def save_checkpoint(
     """Write the trio to `path` and its record, if any, to the `.json` beside it, each by atomic rename.
 
     Target and MTP are stored in `dtype`; matrices of drafters and fusions as int8 rows unless `int8_drafters` is false.
-    Raises OSError when the disk refuses.
+    Raises ValueError without an MTP module, OSError when the disk refuses.
     """
+    if checkpoint.mtp is None:
+        raise ValueError("checkpoint: has no MTP module, which the trio's file holds")
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
     for prefix, module in checkpoint.modules().items():
@@ -169,7 +174,7 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         }
     return {
         "target": asdict(checkpoint.target.config),
-        "mtp": asdict(checkpoint.mtp.config),
+        "mtp": None if checkpoint.mtp is None else asdict(checkpoint.mtp.config),
         "drafters": {name: asdict(drafter.config) for name, drafter in checkpoint.drafters.items()},
         "fusions": fusions,
     }
@@ -189,7 +194,7 @@ def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         config = {"target": target, "mtp": mtp, "drafters": drafters, "fusions": fusions}
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: its configuration cannot be read ({error!r})") from error
-    _check(path, config)
+    check_parts(path, config)
     return config
 
 
@@ -210,7 +215,11 @@ def _fusion_config(fields: dict[str, Any]) -> dict[str, Any]:
     return {"mode": mode, "width": width, "eps": eps, "rank": rank}
 
 
-def _check(path: Path, config: dict[str, Any]) -> None:
+def check_parts(path: Path, config: Mapping[str, Any]) -> None:
+    """Whether the configurations of target, MTP module (None: there is none), drafters and fusions fit one another.
+
+    Raises CheckpointError that names `path`.
+    """
     target: TargetConfig = config["target"]
     width = target.layer.hidden_size
 
@@ -222,7 +231,7 @@ def _check(path: Path, config: dict[str, Any]) -> None:
         0 < target.num_valid <= target.vocab_size,
         f"num_valid {target.num_valid} exceeds vocabulary {target.vocab_size}",
     )
-    got = config["mtp"].layer.hidden_size
+    got = width if config["mtp"] is None else config["mtp"].layer.hidden_size
     require(got == width, f"mtp hidden size is {got}, the target's is {width}")
     for name, drafter in config["drafters"].items():
         got = drafter.layer.hidden_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def tiny_checkpoint(
     for name, method in METHODS.items():
         if method.drafter is None:
             continue
-        streams = {"use_target_features": "target" in method.context, "use_mtp_features": "mtp" in method.context}
+        streams: Any = {"use_target_features": "target" in method.context, "use_mtp_features": "mtp" in method.context}
         drafters[name] = Drafter(DrafterConfig(layer, drafter_layers, target_layers, 8, window, mask, **streams))
         if method.fusion != "none":
             fusions[name] = FusionModule(method.fusion, hidden_size, layer.rms_norm_eps, rank=4)

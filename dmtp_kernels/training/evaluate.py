@@ -24,6 +24,7 @@ def evaluate(
     length = min(length, stream.numel() - 2)
     ids = batch(stream, rows, length + 1, 0)
     target = checkpoint.target
+    assert checkpoint.mtp is not None
     layers = next(iter(checkpoint.drafters.values())).config.target_layers
     seen = frozen_forward(target, checkpoint.mtp, ids, layers)
     logits = target.logits(seen.hidden)

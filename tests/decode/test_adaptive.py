@@ -105,6 +105,7 @@ def test_steps_follow_acceptance() -> None:
     # every model of `agreeing` says 4 whatever it reads
     agreeing.target.lm_head.weight.zero_()
     agreeing.target.lm_head.weight[4] = 1.0
+    assert agreeing.mtp is not None
     for norm in (agreeing.target.norm, agreeing.mtp.norm, agreeing.drafters["dmtp"].norm):
         norm.weight.zero_()
     grown = steps_of(agreeing, 9)

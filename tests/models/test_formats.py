@@ -151,6 +151,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> Non
 @pytest.mark.parametrize("gated", [True, False])
 def test_mtp_round_trip(tmp_path: Path, gated: bool) -> None:
     module = MTP(MTPConfig(GATED, num_layers=2)) if gated else tiny_checkpoint(5).mtp
+    assert module is not None
     if gated:
         randomise(module, 3)
     assert_same(read_mtp(save_mtp(tmp_path, module, TARGET)), module)

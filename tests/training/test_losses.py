@@ -45,6 +45,7 @@ def _logits(trio: Checkpoint, name: str, seen: Frozen) -> torch.Tensor:
 
 
 def _seen(trio: Checkpoint, ids: torch.Tensor) -> Frozen:
+    assert trio.mtp is not None
     return frozen_forward(trio.target, trio.mtp, ids, trio.drafters["dflash"].config.target_layers)
 
 
@@ -136,6 +137,7 @@ def test_loss_is_the_decayed_cross_entropy_of_the_same_positions(
 def test_target_predicts_one_ahead_and_mtp_two(trio: Checkpoint) -> None:
     ids = torch.randint(0, 19, (1, 8), generator=seeded(5))
     seen = _seen(trio, ids[:, :7])
+    assert trio.mtp is not None
     target, mtp = target_and_mtp(trio.target, trio.mtp, ids)
     for loss, hidden, ahead in ((target, seen.hidden, 1), (mtp, seen.ahead, 2)):
         logs = trio.target.logits(hidden).log_softmax(-1)[0]

@@ -9,16 +9,20 @@ from dmtp_kernels.models.formats.dmtp import DMTPCheckpoint, read_dmtp
 from dmtp_kernels.models.formats.export import save_drafter, save_mtp, save_qwen3
 from dmtp_kernels.models.formats.qwen3 import read_qwen3
 from dmtp_kernels.models.formats.qwen_mtp import read_mtp
+from dmtp_kernels.models.formats.trio import Exported, export_trio, read_trio
 
 __all__ = [
     "DFlash2",
     "DFlash2Config",
     "DFlashCheckpoint",
     "DMTPCheckpoint",
+    "Exported",
+    "export_trio",
     "read_dflash",
     "read_dmtp",
     "read_mtp",
     "read_qwen3",
+    "read_trio",
     "save_drafter",
     "save_mtp",
     "save_qwen3",

@@ -179,9 +179,20 @@ def _build(
         config.fail(f"block_size is {block_size}, must be at least 2")
     if config.given("num_target_layers"):
         total = config.integer("num_target_layers")
-        if max(target_layers) >= total:
-            config.fail(f"target_layer_ids are {list(target_layers)}, the target has {total} layers")
+        check_layer_ids(config, target_layers, total)
     return DrafterConfig(layer, num_layers, target_layers, block_size, None, mask_token_id, layer_masks=layer_masks)
+
+
+def check_layer_ids(config: Fields, target_layers: tuple[int, ...], total: int) -> None:
+    """Raise CheckpointError on ids that a target of `total` layers does not have, and in plain DFlash on its last one:
+    this library takes that layer's output as it is, transformers after the final norm."""
+    if max(target_layers) >= total:
+        config.fail(f"target_layer_ids are {list(target_layers)}, the target has {total} layers")
+    if max(target_layers) == total - 1 and not config.given(DMTP_CONFIG):
+        config.fail(
+            f"target_layer_ids are {list(target_layers)}: the state after the last of {total} layers is before the "
+            "final norm in some readers and after it in others"
+        )
 
 
 def _mask_id(holder: Fields, given: int | None, vocab_size: int) -> int:

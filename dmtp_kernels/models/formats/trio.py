@@ -1,0 +1,108 @@
+"""A target, a drafter and an MTP module from their own directories, as the decode loop takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dmtp_kernels.models.checkpoint import Checkpoint, CheckpointError, check_parts
+from dmtp_kernels.models.config import DrafterConfig
+from dmtp_kernels.models.drafter import Drafter
+from dmtp_kernels.models.formats.dflash import DMTP_CONFIG, DFlashCheckpoint, check_layer_ids, read_dflash
+from dmtp_kernels.models.formats.dmtp import read_dmtp
+from dmtp_kernels.models.formats.export import save_drafter, save_mtp, save_qwen3
+from dmtp_kernels.models.formats.fields import Fields, read_json
+from dmtp_kernels.models.formats.qwen3 import read_qwen3
+from dmtp_kernels.models.formats.qwen_mtp import read_mtp
+from dmtp_kernels.models.fusion import FusionModule
+
+PLAIN = "dflash"
+"""The method of a drafter that says none of its own."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Where `export_trio` wrote."""
+
+    target: Path
+    mtp: Path | None
+    drafter: Path
+
+
+def read_trio(
+    target: str | Path,
+    drafter: str | Path | None = None,
+    mtp: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Checkpoint:
+    """Read a dense Qwen3 target, a DFlash or DMTP drafter and Qwen3.5's MTP module, and check that they fit.
+
+    The drafter is keyed by the method that its `dmtp_config` names, `dflash` without one.
+
+    Raises:
+        CheckpointError: one line that names the file, and the tensor or the sizes that do not fit.
+    """
+    model = read_qwen3(target, dtype=dtype)
+    drafters: dict[str, Drafter] = {}
+    fusions: dict[str, FusionModule] = {}
+    if drafter is not None:
+        method, found, fusion = _drafter(Path(drafter), dtype)
+        _check_target(Path(drafter), found, model.config.vocab_size, model.config.num_layers)
+        drafters[method] = found.drafter
+        if fusion is not None:
+            fusions[method] = fusion
+    module = None if mtp is None else read_mtp(mtp, dtype=dtype)
+    configs: dict[str, DrafterConfig] = {name: part.config for name, part in drafters.items()}
+    parts = {
+        "target": model.config,
+        "mtp": None if module is None else module.config,
+        "drafters": configs,
+        "fusions": {name: {"width": part.norm_m.weight.numel()} for name, part in fusions.items()},
+    }
+    check_parts(Path(target if drafter is None else drafter), parts)
+    return Checkpoint(model, module, drafters, fusions).freeze()
+
+
+def export_trio(
+    directory: str | Path, checkpoint: Checkpoint, method: str, *, dtype: torch.dtype = torch.float32
+) -> Exported:
+    """Write the target, the MTP module and one method's drafter to `target`, `mtp` and `drafter` in a directory.
+
+    Raises:
+        ValueError: there is no such drafter, or the formats cannot say what it does.
+        OSError: the disk refuses.
+    """
+    directory = Path(directory)
+    if method not in checkpoint.drafters:
+        raise ValueError(f"method: no drafter {method!r}, has {', '.join(sorted(checkpoint.drafters)) or 'none'}")
+    part, config = checkpoint.drafters[method], checkpoint.target.config
+    plain = part.config.window is None and max(part.config.target_layers) < config.num_layers - 1
+    named = None if method == PLAIN and plain else method
+    fusion = checkpoint.fusions.get(method)
+    drafter = save_drafter(directory / "drafter", part, config, method=named, fusion=fusion, dtype=dtype)
+    target = save_qwen3(directory / "target", checkpoint.target, dtype=dtype)
+    mtp = None if checkpoint.mtp is None else save_mtp(directory / "mtp", checkpoint.mtp, config, dtype=dtype)
+    return Exported(target, mtp, drafter)
+
+
+def _drafter(directory: Path, dtype: torch.dtype) -> tuple[str, DFlashCheckpoint, FusionModule | None]:
+    if read_json(directory / "config.json").get(DMTP_CONFIG) is None:
+        return PLAIN, read_dflash(directory, dtype=dtype), None
+    read = read_dmtp(directory, dtype=dtype)
+    return read.method, read.dflash, read.fusion
+
+
+def _check_target(directory: Path, found: DFlashCheckpoint, vocab_size: int, num_layers: int) -> None:
+    config = Fields(directory / "config.json", read_json(directory / "config.json"))
+    check_layer_ids(config, found.drafter.config.target_layers, num_layers)
+    if found.dflash2 is not None:
+        raise CheckpointError(f"checkpoint {directory}: is a DFlash2 drafter, whose convolutions the loop cannot run")
+    if found.vocab_size != vocab_size:
+        raise CheckpointError(f"checkpoint {directory}: vocab_size is {found.vocab_size}, the target's is {vocab_size}")
+    if found.num_target_layers not in (None, num_layers):
+        raise CheckpointError(
+            f"checkpoint {directory}: num_target_layers is {found.num_target_layers}, the target has {num_layers}"
+        )

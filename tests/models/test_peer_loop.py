@@ -1,0 +1,74 @@
+"""The whole greedy loop against the DFlash authors' generation on the same directories: tokens and accepted lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmtp_kernels.decode.engine import Engine
+from dmtp_kernels.decode.request import Request
+from dmtp_kernels.models.checkpoint import load_checkpoint
+from dmtp_kernels.models.formats import Exported, export_trio, read_trio
+from dmtp_kernels.training.data import held_out_prompts
+
+peer: Any = pytest.importorskip("dflash.model", reason="the peer is not installed (make test-peer)")
+transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed (make test-peer)")
+
+NEW = 48
+
+
+# as trained, and under every other rule that a checkpoint can ask for
+MASKS: list[dict[str, Any]] = [
+    {},
+    {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24},
+    {"layer_types": ["sliding_attention"] * 2, "sliding_window": 24, "is_causal": False},
+    {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "is_causal": None},
+    {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 40, "is_causal": False},
+    {"is_causal": True},
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """The embedded target and DFlash drafter as directories. The drafter's window is longer than the texts here."""
+    trio = load_checkpoint(drafters=["dflash"])
+    drafter = trio.drafters["dflash"]
+    assert drafter.config.target_layers == (1, 2, 3)
+    drafter.config = dataclasses.replace(drafter.config, window=None, target_layers=(1, 2))
+    # transformers lists the last layer's state after the final norm only
+    drafter.fc.weight = nn.Parameter(drafter.fc.weight[:, : 2 * drafter.config.layer.hidden_size])
+    return export_trio(tmp_path_factory.mktemp("trio"), dataclasses.replace(trio, mtp=None), "dflash")
+
+
+@pytest.mark.parametrize("number", range(len(MASKS)))
+def test_greedy_tokens_and_accepted_lengths(places: Exported, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.loads((places.drafter / "config.json").read_text())
+    plain = {"layer_types": ["full_attention"] * 2, "sliding_window": None, "is_causal": False}
+    rule = plain | MASKS[number] | {"use_sliding_window": "sliding_window" in MASKS[number]}
+    (places.drafter / "config.json").write_text(json.dumps(config | rule))
+    prompt = list(held_out_prompts()[number]["text"].encode()[:50])
+    monkeypatch.setattr(peer, "_cuda_time", time.perf_counter)
+    theirs = peer.dflash_generate(
+        peer.DFlashDraftModel.from_pretrained(places.drafter).eval(),
+        transformers.Qwen3ForCausalLM.from_pretrained(places.target).eval(),
+        torch.tensor([prompt]),
+        max_new_tokens=NEW,
+        stop_token_ids=None,
+        return_stats=True,
+    )
+    engine = Engine(read_trio(places.target, places.drafter), "dflash", max_batch=1, max_tokens=128, page_size=4)
+    (ours,) = engine.run([Request(tuple(prompt), NEW)])
+    assert ours.tokens == theirs.output_ids[0, len(prompt) :].tolist()
+    # a round of theirs counts its accepted tokens and one more; the last is cut by the budget
+    lengths = [0] * 8
+    for length in theirs.acceptance_lengths[:-1]:
+        lengths[length - 1] += 1
+    rest = [mine - their for mine, their in zip(ours.histogram, lengths, strict=False)]
+    assert sum(rest) == 1 and min(rest) == 0
+    assert sum(k * count for k, count in enumerate(ours.histogram)) >= 5
