@@ -126,6 +126,7 @@ def load_checkpoint(
             config = _parse(path, metadata)
             wanted = _selection(path, config, drafters)
             names = set(handle.keys())
+            _check_layers(path, config, len(names))
             checkpoint = _build(path, config, wanted)
             known: set[str] = set()
             for prefix, module in checkpoint.modules().items():
@@ -256,6 +257,13 @@ def _selection(path: Path, config: dict[str, Any], drafters: Collection[str] | N
         if name not in present:
             raise CheckpointError(f"checkpoint {path}: has no drafter {name!r}, only {', '.join(present)}")
     return [name for name in present if drafters is None or name in drafters]
+
+
+def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
+    """A model of as many layers as any number in a file says is not built."""
+    for part, shapes in {"target": config["target"], "mtp": config["mtp"], **config["drafters"]}.items():
+        if shapes.num_layers > tensors:
+            raise CheckpointError(f"checkpoint {path}: {part} has {shapes.num_layers} layers, the file {tensors} tensors")
 
 
 def _build(path: Path, config: dict[str, Any], wanted: list[str]) -> Checkpoint:

@@ -196,6 +196,8 @@ def _set(*keys: str, to: object) -> Callable[[dict, dict], None]:
         (_set("drafters", to=None), "configuration"),
         (_set("format", to="dmtp-2"), "format is 'dmtp-2'"),
         (_set("target", "num_layers", to=3), "target.layers.2"),
+        (_set("target", "num_layers", to=2**31 - 1), "target has 2147483647 layers"),
+        (_set("drafters", "dmtp", "num_layers", to=10**9), "dmtp has 1000000000 layers"),
         (_set("target", "num_layers", to="2"), "TargetConfig.num_layers is '2'"),
         (_set("target", "num_valid", to=1.5), "TargetConfig.num_valid is 1.5"),
         (_set("target", "max_positions", to=None), "TargetConfig.max_positions is None"),
