@@ -5,7 +5,8 @@ compared one with one. Those of separate runs are compared by the median over se
 fixed workload of the same character, with a wider threshold: two runs of the same code at other times differ by up to
 20 % on a machine that others use. Times are low quantiles, of samples that little disturbed. A case is
 
-- `slower` when the change is above the gate and the whole interval above the threshold, `faster` likewise;
+- `slower` when the change is above the gate and the whole interval above the threshold, `faster` likewise; the interval
+  is widened to the change that each pair of processes shows by itself;
 - `same` when the interval lies within the gate;
 - `undecided` otherwise, which is no failure: longer runs narrow the interval.
 
@@ -120,14 +121,19 @@ def changes(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]], gate: 
     tail = (1 - CONFIDENCE) / len(old[0]["cases"]) / 2
     for case in old[0]["cases"]:
         a, b = (_seatings(side, case) for side in (old, new))
+        centres: list[float] = []
         if together:
             alike = np.abs(b.controls - a.controls) < _ALIKE
             centre, low, high = median_interval((b.ops - a.ops)[alike], tail)
+            files = np.repeat(np.arange(len(old)), [run["seatings"] for run in old])
+            centres = [_median((b.ops - a.ops)[alike & (files == i)]) for i in range(len(old))]
         else:
             (old_centre, old_low, old_high), (new_centre, new_low, new_high) = (
                 median_interval(side.ops - side.controls, tail / 2) for side in (a, b)
             )
             centre, low, high = new_centre - old_centre, new_low - old_high, new_high - old_low
+        # one pair of processes that shows no change says that the others' may be where they lie in memory
+        low, high = min([low, *centres]), max([high, *centres])
         percent, least, most = _percent(centre), _percent(low), _percent(high)
         verdict = _verdict(percent, least, most, gate, PAIRED if together else APART)
         old_ms, new_ms = (float(np.exp(np.median(side.ops))) for side in (a, b))
@@ -159,6 +165,10 @@ def _split(turns: list[list[float]], seatings: int) -> list[Floats]:
 
 def _low(samples: Floats) -> float:
     return float(np.log(np.quantile(samples, _QUIET)))
+
+
+def _median(values: Floats) -> float:
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def median_interval(values: Floats, tail: float) -> tuple[float, float, float]:

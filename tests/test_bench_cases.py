@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dmtp_kernels import _library
+from dmtp_kernels.bench import agree
 from dmtp_kernels.bench import inputs as sizes
 from dmtp_kernels.bench.agree import disagreement
 from dmtp_kernels.bench.cases import CHARACTERS, KINDS, BenchCase, Problem, Suite, tensors_in
@@ -104,6 +105,17 @@ def test_a_wrong_output_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Problem, "fused", lambda self: partial(wrong, fused()))
     assert disagreement(problem) is not None
+
+
+def test_inputs_on_the_host_are_the_same() -> None:
+    problem = next(c for c in CASES if c.op == "commit_round").load()
+    problem.fused()()
+    got = [t.clone() for t in (*problem.outputs, *problem.mutated)]
+    problem.reset()
+    host = Problem(problem.case, agree.on_host(problem.inputs))
+    assert agree._differs(host, got) is None
+    got[1].view(-1)[0] += 1
+    assert agree._differs(host, got) is not None
 
 
 def test_bad_requests_are_named() -> None:

@@ -148,15 +148,15 @@ def test_a_worker_answers_line_by_line(
         {"start": {"names": ["accept_prefix"], "scale": 256, "threads": 1, "device": "cpu"}},
         {"tests": ["accept_prefix"]},
         *({"seat": True}, {"turn": 1}, {"turn": 0}, {"seat": True}, {"turn": 0}, {"turn": 1}),
-        {"report": str(output), "session": "s"},
+        {"report": str(output), "session": "s", "tests": red},
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(c) + "\n" for c in commands)))
     worker.serve()
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
-        *(True, True, 2, True, True, 2, True, True, True)
+        *(True, red | {"of": ["accept_prefix"]}, 2, True, True, 2, True, True, True)
     ]
     report = json.loads(output.read_text())
-    assert report["session"] == "s" and report["seatings"] == 2 and report["tests"] == red | {"of": ["accept_prefix"]}
+    assert report["session"] == "s" and report["seatings"] == 2 and report["tests"] == red
     assert [len(c["entries"]["op"]["samples"]) for c in report["cases"]] == [2, 2]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +24,7 @@ KIND = "dmtp bench ops"
 ENTRIES = ("op", "eager", "compiled")
 _BASELINE_SECONDS = 4.0
 _FEWEST, _REPEATS = 3, 3
+_HELD = 3
 _REPACK = 16  # from this scale on weights are made anew with the other inputs
 
 
@@ -87,6 +90,8 @@ class Session:
         self.load = [os.getloadavg()[0]]
         self._suite = Suite(self.device, scale)
         self._controls = Controls(self.device)
+        self._sizes = random.Random(os.getpid())
+        self._held: deque[tuple[Suite, torch.Tensor]] = deque(maxlen=_HELD)
         self._seated: list[tuple[Row, Problem, Pair, dict[str, Timer]]] = []
         self._reads: list[Timer] = []
         self._read_bytes = 0
@@ -97,10 +102,11 @@ class Session:
         `entries`: baselines that `turn` runs too.
         """
         self._seated = []
+        # memory that was freed would be given out again: what is held moves the new inputs to other pages
+        size = self._sizes.randrange(1 << 20, 1 << 25)
+        self._held.append((self._suite, torch.ones(size, dtype=torch.uint8, device=self.device)))
         if self.scale >= _REPACK:
             self._suite = Suite(self.device, self.scale)
-        # what lies before the inputs moves them
-        kept = torch.empty(self.seatings * 7919 % (1 << 20) + 64, dtype=torch.uint8, device=self.device)
         for case in self._suite.cases(self.names):
             key = (case.op, case.name)
             self.say(f"{case.op} {case.name}: inputs, outputs, warm-up")
@@ -113,7 +119,6 @@ class Session:
             one = pair(problem, self._controls, self.clock, self.plant)
             row.control = one.name
             self._seated.append((row, problem, one, others))
-        del kept
         self.seatings += 1
         return len(self._seated)
 

@@ -21,7 +21,6 @@ from dmtp_kernels.bench.turns import Plant
 def serve(plant: Plant | None = None) -> None:
     """Answer commands until the input ends."""
     session: Session | None = None
-    tested: dict[str, Any] | None = None
     for line in sys.stdin:
         command = json.loads(line)
         answer: Any = True
@@ -31,15 +30,15 @@ def serve(plant: Plant | None = None) -> None:
             session = Session(options["names"], options["scale"], device=torch.device(options["device"]), plant=plant)
         else:
             assert session is not None
-            if "tests" in command:
-                tested = run_tests(command["tests"])
+            if "report" in command:
+                report = session.report() | {"session": command["session"], "tests": command["tests"]}
+                Path(command["report"]).write_text(json.dumps(report) + "\n")
+            elif "tests" in command:
+                answer = run_tests(command["tests"])
             elif "seat" in command:
                 answer = session.seat()
-            elif "turn" in command:
-                session.turn(command["turn"])
             else:
-                report = session.report() | {"session": command["session"], "tests": tested}
-                Path(command["report"]).write_text(json.dumps(report) + "\n")
+                session.turn(command["turn"])
         print(json.dumps(answer), flush=True)
 
 

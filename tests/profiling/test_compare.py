@@ -152,18 +152,26 @@ serve(plant)
 
 
 def test_a_tenth_more_is_told_on_this_machine(tmp_path: Path) -> None:
-    outputs = [tmp_path / "old.json", tmp_path / "new.json"]
     command = (sys.executable, *pair.WORKER)
+    names = ["accept_prefix", "advance_round"]
     for other, slower in ((command, set()), ((sys.executable, "-c", PLANTED), {"accept_prefix"})):
-        pair.measure([command, other], outputs, names=["accept_prefix", "advance_round"], seatings=40)
-        old, new = (compare.read(str(o)) for o in outputs)
+        files = pair.measure([command, other], tmp_path, names=names, processes=2, seatings=20)
+        old, new = (compare.read(names) for names in files)
         compare.check(old, new)
-        assert compare.paired(old, new)
+        assert compare.paired(old, new) and len(old) == 2
         found = compare.changes(old, new)
         assert {c.op for c in found if c.verdict == "slower"} == slower, found
 
 
-def test_a_side_that_ends_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_side_that_ends_is_no_verdict(tmp_path: Path) -> None:
     ends = (sys.executable, "-c", "pass")
     with pytest.raises(compare.Refused, match="ended"):
-        pair.measure([ends, ends], [tmp_path / "a", tmp_path / "b"], names=["accept_prefix"])
+        pair.measure([ends, ends], tmp_path, names=["accept_prefix"])
+
+
+def test_every_pair_of_processes_must_show_the_change() -> None:
+    share = {"accept_prefix": 0.1}
+    sides = [[run_of(0), run_of(2) | {"session": "t"}], [run_of(1, share), run_of(3) | {"session": "t"}]]
+    assert compare.changes(sides[0], sides[1])[0].verdict == "undecided"
+    sides[1][1] = run_of(3, share) | {"session": "t"}
+    assert compare.changes(sides[0], sides[1])[0].verdict == "slower"
