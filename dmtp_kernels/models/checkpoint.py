@@ -263,7 +263,9 @@ def _check_layers(path: Path, config: dict[str, Any], tensors: int) -> None:
     """A model of as many layers as any number in a file says is not built."""
     for part, shapes in {"target": config["target"], "mtp": config["mtp"], **config["drafters"]}.items():
         if shapes.num_layers > tensors:
-            raise CheckpointError(f"checkpoint {path}: {part} has {shapes.num_layers} layers, the file {tensors} tensors")
+            raise CheckpointError(
+                f"checkpoint {path}: {part} has {shapes.num_layers} layers, the file {tensors} tensors"
+            )
 
 
 def _build(path: Path, config: dict[str, Any], wanted: list[str]) -> Checkpoint:
