@@ -21,7 +21,8 @@ from dmtp_kernels._library import registered
 KIND = "dmtp bench ops"
 FIRST = "fused_t1_prep"
 _NONE = '<span class="none">not measured</span>'
-_WIDTH, _HEIGHT = 270, 22
+_SPEEDS, _SHARES, _HEIGHT = 260, 210, 22
+_LABEL = 60
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fbfbfa;--fg:#1d1f22;--soft:#6a6f76;--line:#dcdfe3;--bar:#2f74c0;--slow:#c2543d;
 --share:#3b8f6b;--dot:#a9620a}
@@ -33,7 +34,8 @@ h1{font-size:1.5rem;margin:0 0 .3rem}h2{font-size:1.1rem;margin:2.2rem 0 .2rem}p
 table{border-collapse:collapse;width:100%;margin-top:.8rem}
 th{text-align:left;font-weight:600;border-bottom:2px solid var(--line);padding:.3rem .6rem;white-space:nowrap}
 td{padding:.16rem .6rem;vertical-align:middle;white-space:nowrap}tr.first td{border-top:1px solid var(--line)}
-td.op{font-weight:600}td.num{text-align:right;font-variant-numeric:tabular-nums}
+td.op{font-weight:600}td.case{white-space:normal;min-width:150px}td.case small{word-spacing:.25em}
+td.num{text-align:right;font-variant-numeric:tabular-nums}
 small{color:var(--soft)}.none{color:var(--soft);font-style:italic}.wrong{color:var(--slow);font-weight:700}
 svg{display:block}svg text{fill:var(--fg);font:12px system-ui,"DejaVu Sans",sans-serif}
 .axis{stroke:var(--soft);stroke-dasharray:2 2}.track{fill:var(--line);opacity:.45}
@@ -104,7 +106,7 @@ def _row(case: dict[str, Any], *, first: bool, scale: float) -> str:
     over = "not measured" if compiled is None else f"{compiled['median']:.2f}&times;"
     return (
         f'<tr{" class=first" if first else ""}><td class="op">{name}</td>'
-        f"<td>{escape(case['case'])}{wrong}<br><small>{sizes}</small></td>"
+        f'<td class="case">{escape(case["case"])}{wrong}<br><small>{sizes}</small></td>'
         f'<td class="num">{_ms(median)}<br><small>{_ms(op["q1"])} &ndash; {_ms(op["q3"])}</small></td>'
         f"<td>{_NONE if eager is None else _speedup(eager, compiled, scale)}"
         f"<small>over {against}; torch.compile {over}</small></td>"
@@ -124,7 +126,7 @@ def _scale(cases: Sequence[dict[str, Any]]) -> float:
 
 def _speedup(eager: dict[str, float], compiled: dict[str, float] | None, octaves: float) -> str:
     """A logarithmic axis with 1 at a fifth of its width, so that slower bars have room to the left."""
-    width = _WIDTH - 60
+    width = _SPEEDS - _LABEL
     one = width / 5
 
     def at(ratio: float) -> float:
@@ -139,11 +141,11 @@ def _speedup(eager: dict[str, float], compiled: dict[str, float] | None, octaves
         f'<rect class="{kind}" x="{min(x, one):.1f}" y="5" width="{max(abs(x - one), 1):.1f}" height="12"/>'
         f'<line class="range" x1="{low:.1f}" y1="11" x2="{high:.1f}" y2="11"/>{dot}'
     )
-    return _svg(marks, max(x, high, one) + 6, f"{eager['median']:.2f}&times;")
+    return _svg(marks, _SPEEDS, max(x, high, one) + 6, f"{eager['median']:.2f}&times;")
 
 
 def _share(share: float, low: float, high: float) -> str:
-    width = _WIDTH - 60
+    width = _SHARES - _LABEL
 
     def at(value: float) -> float:
         return min(value, 1.0) * width
@@ -154,12 +156,12 @@ def _share(share: float, low: float, high: float) -> str:
         f'<line class="range" x1="{at(low):.1f}" y1="11" x2="{at(high):.1f}" y2="11"/>'
     )
     percent = 100 * share
-    return _svg(marks, width + 6, f"{percent:.0f} %" if percent >= 1 else f"{percent:.1g} %")
+    return _svg(marks, _SHARES, width + 6, f"{percent:.0f} %" if percent >= 1 else f"{percent:.1g} %")
 
 
-def _svg(marks: str, x: float, label: str) -> str:
+def _svg(marks: str, width: int, x: float, label: str) -> str:
     return (
-        f'<svg width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
+        f'<svg width="{width}" height="{_HEIGHT}" viewBox="0 0 {width} {_HEIGHT}" role="img" aria-label="{label}">'
         f'{marks}<text x="{x:.1f}" y="15">{label}</text></svg>'
     )
 
