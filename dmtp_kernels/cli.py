@@ -19,7 +19,7 @@ from dmtp_kernels.cli_profile import profile_command
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, read_record, run_method
-from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
+from dmtp_kernels.decode.method import METHODS, SHIPPED, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
 from dmtp_kernels.models.checkpoint import EMBEDDED, Checkpoint, load_checkpoint
@@ -77,7 +77,7 @@ app.command("profile")(profile_command)
 @app.command("compare")
 @one_line_errors
 def compare_command(
-    methods: Annotated[str, typer.Option(help="comma-separated (default: all)")] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="comma-separated (default: all shipped)")] = ",".join(SHIPPED),
     prompts: Annotated[int, typer.Option(help="held-out prompts to use, 0 = all")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
     temperature: Annotated[float, typer.Option(help="greedy text of a tiny model loops; 0.6 and 1 say more")] = 0.6,

@@ -44,7 +44,9 @@ def extend_block(stack: Stack, state: BatchState) -> None:
     del work.probabilities[drawn:]
     ids, embeds = left(work.block_ids)[:, known : known + more], left(work.block_embeds)[:, known : known + more]
     # a token that MTP could not decide stays a MASK in the block
-    used = _used(stack, state) & (chain >= 0)
+    slots = ids.shape[1]  # the last token of a long chain may have no slot
+    chain = chain[:, :slots]
+    used = taken_from_chain(stack, state)[:, :slots] & (chain >= 0)
     embedding = stack.target.embed_tokens.weight
     embeds.copy_(torch.where(used[:, :, None], embedding[chain.clamp(min=0)], embeds))
     ids.copy_(torch.where(used, chain, ids))
@@ -54,7 +56,7 @@ def merge_chain(stack: Stack, state: BatchState, tokens: torch.Tensor) -> torch.
     """The drafter's `tokens[B, n]` for T2.., with the chain's in the place of the first s - 1; the same for what they
     were drawn from."""
     work, more = state.work, stack.mtp_steps - 1
-    used, chain = _used(stack, state), left(work.chain)
+    used, chain = taken_from_chain(stack, state), left(work.chain)
     if work.chain_probabilities:
         drafter = work.probabilities.pop()
         chained = torch.cat(work.chain_probabilities, dim=1)
@@ -72,7 +74,7 @@ def adapt(stack: Stack, state: BatchState) -> None:
     state.mtp_steps.copy_((state.recent.floor() + 1).clamp(1, stack.mtp_steps))
 
 
-def _used(stack: Stack, state: BatchState) -> torch.Tensor:
+def taken_from_chain(stack: Stack, state: BatchState) -> torch.Tensor:
     """`[B, n - 1]`: whether a row takes T2, T3, ... from the chain."""
     column = torch.arange(2, stack.mtp_steps + 1, device=state.mtp_steps.device)
     return column <= state.mtp_steps[:, None]

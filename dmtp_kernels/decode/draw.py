@@ -36,23 +36,40 @@ def draft_tokens(stack: Stack, state: BatchState, hidden: torch.Tensor, first: i
     if stack.verification == "target":
         key, _ = lm_head_select(hidden.flatten(0, 1), stack.head)
         return key_token(key).view(hidden.shape[:2])
-    count, sampling = hidden.shape[1], state.sampling
-    row = torch.arange(first, first + count, device=hidden.device)
+    token, weights = draw(stack, state, stack.target.logits(hidden), first)
+    assert weights is not None
+    state.work.probabilities.append(weights)
+    return token
+
+
+def draw(stack: Stack, state: BatchState, logits: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`[B, n]` columns of `logits[B, n, V]`, of candidates `first`.. of the round, and the weights `[B, n, V]` that
+    they were drawn with, not normalised; the best ones and None for target-only verification.
+
+    A row without a number above -inf gives -1.
+    """
+    count, sampling = logits.shape[1], state.sampling
+    row = torch.arange(first, first + count, device=logits.device)
     temperature, top_k, top_p, seed = (
         t[:, :count].flatten().contiguous()
         for t in (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
     )
-    logits = stack.target.logits(hidden).flatten(0, 1)
+    greedy = stack.verification == "target"
+    if greedy:
+        temperature = torch.zeros_like(temperature)
+    rows = logits.flatten(0, 1)
     token, _ = sample_rows(
-        logits,
+        rows,
         temperature=temperature,
         seed=seed,
         position=round_position(state.index.context_len[:, None], row).flatten(),
-        top_k=top_k,
-        top_p=top_p,
+        top_k=None if greedy else top_k,
+        top_p=None if greedy else top_p,
         stream=DRAFT,
     )
-    decided = torch.where(logits.isnan(), -torch.inf, logits)
+    token = token.view(logits.shape[:2])
+    if greedy:
+        return token, None
+    decided = torch.where(rows.isnan(), -torch.inf, rows)
     weight = truncated(scaled(decided, temperature), decided, top_k, top_p)
-    state.work.probabilities.append(weight.exp().float().view(*hidden.shape[:2], -1))
-    return token.view(hidden.shape[:2])
+    return token, weight.exp().float().view(logits.shape)

@@ -13,8 +13,9 @@ class Method:
     weights (None: no candidates, plain autoregressive decoding). `first` says where T1 comes from: `mtp` puts MTP's
     token in the block, `drafter` leaves the first candidate to the drafter. `anchors` = 2 keeps A before T1. `fusion`
     is the fusion of the MTP hidden into the block (`none`, `residual`, `residual_low_rank`, `replace`,
-    `mask_residual`); `context` lists the feature streams of the drafter's context. `padding_rows` adds verify rows
-    that hold no candidate, so that autoregressive decoding can run in the shape of a verification.
+    `mask_residual`); `context` lists the feature streams of the drafter's context. `parts` are what the drafter has
+    beyond DFlash (`models.config.PARTS`). `padding_rows` adds verify rows that hold no candidate, so that
+    autoregressive decoding can run in the shape of a verification.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Method:
     anchors: int = 2
     fusion: str = "none"
     context: tuple[str, ...] = ("target",)
+    parts: tuple[str, ...] = ()
     padding_rows: int = 0
 
     @property
@@ -55,9 +57,17 @@ class Method:
         return 8 if self.first == "drafter" else self.anchors + 6
 
     @property
+    def num_drafted(self) -> int:
+        """Candidates that the drafter proposes, all or all but T1."""
+        return self.num_candidates - (self.first == "mtp")
+
+    @property
     def uses_mtp(self) -> bool:
         """Whether the round advances the MTP module at all."""
         return self.chain > 0 or "mtp" in self.context or (self.drafter is not None and self.first == "mtp")
+
+
+_DFLASH2 = ("conv", "selector")
 
 
 def _drafted(name: str, summary: str, **fields: object) -> Method:
@@ -80,9 +90,14 @@ METHODS: dict[str, Method] = {
         _drafted("mask_residual", "[T1, MASK x6], MTP residual on the six masks", anchors=1, fusion="mask_residual"),
         _drafted("context_fusion", "[T1, MASK x6], context from target and MTP", anchors=1, context=("target", "mtp")),
         _drafted("mtp_context", "[T1, MASK x6], context from MTP alone", anchors=1, context=("mtp",)),
+        _drafted("dflash2", "[A, MASK x7], a path of candidates", first="drafter", anchors=1, parts=_DFLASH2),
+        _drafted("dmtp_dflash2", "[A, T1, MASK x6] as dmtp, on DFlash2", fusion="residual", parts=_DFLASH2),
     )
 }
 """Every method of the source, by name."""
+
+SHIPPED = tuple(name for name, method in METHODS.items() if not method.parts)
+"""Methods that the embedded checkpoint has weights for, and that the recipe trains."""
 
 VERIFY_SHAPED = Method("verify_shaped", "autoregressive, in the shape of an eight-row verification", padding_rows=7)
 """What a lossless method must equal where two logits tie within float rounding."""

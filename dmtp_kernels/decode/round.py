@@ -15,6 +15,7 @@ import torch
 from dmtp_kernels.decode.adaptive import adapt, chain_tokens, extend_block, merge_chain
 from dmtp_kernels.decode.draw import draft_tokens, target_tokens
 from dmtp_kernels.decode.forward import drafter_context, run_drafter, run_mtp, run_target
+from dmtp_kernels.decode.heads import draft_slots
 from dmtp_kernels.decode.method import Method
 from dmtp_kernels.decode.ranges import ROUND, ranged
 from dmtp_kernels.decode.stack import Stack
@@ -153,8 +154,7 @@ def draft(stack: Stack, state: BatchState) -> None:
         embeds, positions = left(work.block_embeds), left(work.block_positions)
         hidden = run_drafter(stack, embeds, positions, state.drafter_table, state.index.context_len)
         work.block_hidden = hidden
-        first = method.num_candidates - (method.num_slots - method.num_known)
-        tokens = draft_tokens(stack, state, hidden[:, method.num_known :], first)
+        tokens = draft_slots(stack, state, hidden[:, method.num_known :], method.num_candidates - method.num_drafted)
         work.drafted.append(merge_chain(stack, state, tokens) if stack.mtp_steps > 1 else tokens)
     padding = stack.rows - 1 - method.num_candidates
     work.drafted += [state.anchor[:, None]] * padding
@@ -184,7 +184,8 @@ def accept(stack: Stack, state: BatchState) -> None:
     logits = left(work.logits)
     # padding rows were drawn from nothing
     padding = candidates.shape[1] - 1 - stack.method.num_candidates
-    none = logits.new_zeros(len(logits), padding, logits.shape[2])
+    width = logits.shape[2] if work.draft_ids is None else work.draft_ids.shape[2]
+    none = logits.new_zeros(len(logits), padding, width)
     rule = accept_rejection if stack.verification == "rejection" else accept_block
     kept = rule(
         candidates,
@@ -193,6 +194,7 @@ def accept(stack: Stack, state: BatchState) -> None:
         seed=state.seed,
         position=state.index.context_len,
         draft_probs=torch.cat([*work.probabilities, none], dim=1),
+        draft_ids=work.draft_ids,
         top_k=state.top_k,
         top_p=state.top_p,
         **limits,

@@ -21,6 +21,10 @@ _CACHED = 1 << 20
 the dense head takes 86 / 182 us here, the int8 one 102 / 251."""
 
 
+_LISTED = 16
+"""Tokens a slot that any head can list by default."""
+
+
 @dataclass
 class Stack:
     """Models and caches of one engine. `mtp` and `drafter` are None when the method does not use them.
@@ -118,6 +122,11 @@ def build_stack(
                 f"checkpoint: drafter {method.drafter!r} has blocks of {drafter.config.block_size} slots, "
                 f"method {method.name!r} needs {method.num_candidates + 1}"
             )
+        if drafter.config.parts != method.parts:
+            has, wants = (", ".join(parts) or "none" for parts in (drafter.config.parts, method.parts))
+            raise ValueError(
+                f"checkpoint: drafter {method.drafter!r} has the parts {has}, method {method.name!r} needs {wants}"
+            )
     fusion = Fusion(mode="none")
     if method.fusion != "none":
         if method.name not in checkpoint.fusions:
@@ -125,12 +134,18 @@ def build_stack(
         fusion = op_fusion(checkpoint.fusions[method.name])
     tails = max_batch * pages_for(1 + MAX_ROWS, page_size)
     config, weight = target.config, target.lm_head.weight.detach()
+    most = drafter.config.selector.top_k if drafter is not None and drafter.config.selector is not None else 1
     return Stack(
         method=method,
         target=target,
         mtp=mtp,
         drafter=drafter,
-        head=pack_lm_head(weight, format="int8" if weight.nbytes > _CACHED else "dense", num_valid=config.num_valid),
+        head=pack_lm_head(
+            weight,
+            format="int8" if weight.nbytes > _CACHED else "dense",
+            num_valid=config.num_valid,
+            capacity=None if most <= _LISTED else 4 * most,
+        ),
         fusion=fusion,
         target_cache=PagedCache.create(config.layer, config.num_layers, num_pages, page_size, dtype, device),
         mtp_cache=None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from dmtp_kernels.models.config import DrafterConfig, LayerConfig, MaskRule, MTPConfig, TargetConfig
+from dmtp_kernels.models.config import PARTS, DrafterConfig, LayerConfig, MaskRule, MTPConfig, TargetConfig
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
@@ -202,8 +202,9 @@ def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 def _drafter_config(fields: dict[str, Any]) -> DrafterConfig:
     masks = tuple(MaskRule(**rule) for rule in fields.get("layer_masks", ()))
     layers = tuple(fields["target_layers"])
+    parts = {name: kind(**fields[name]) for name, kind in PARTS.items() if fields.get(name) is not None}
     return DrafterConfig(
-        **{**fields, "layer": LayerConfig(**fields["layer"]), "target_layers": layers, "layer_masks": masks}
+        **{**fields, "layer": LayerConfig(**fields["layer"]), "target_layers": layers, "layer_masks": masks, **parts}
     )
 
 
@@ -246,6 +247,11 @@ def check_parts(path: Path, config: Mapping[str, Any]) -> None:
             f"drafter {name} mask id {mask} is outside the embedding of {target.vocab_size}",
         )
         require(drafter.context_size > 0, f"drafter {name} reads no context stream")
+        for part in drafter.heads:
+            got = getattr(drafter, part).vocab_size
+            require(
+                got == target.vocab_size, f"drafter {name} {part} has {got} tokens, the target has {target.vocab_size}"
+            )
     for name, fusion in config["fusions"].items():
         require(name in config["drafters"], f"fusion {name} has no drafter")
         require(fusion.get("width") == width, f"fusion {name} width is {fusion.get('width')}, the target's is {width}")

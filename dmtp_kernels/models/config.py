@@ -16,8 +16,9 @@ def _check_fields(config: Any) -> None:
         least = 0 if field.name in ("mask_token_id", "window") and kind.startswith("int") else 1
         if kind == "bool":
             ok, wanted = isinstance(value, bool), "true or false"
-        elif kind == "float":
-            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        elif kind in ("float", "float | None"):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            ok = (number and math.isfinite(value) and value > 0) or (value is None and kind != "float")
             wanted = "a positive number"
         elif kind == "tuple[int, ...]":
             ok = isinstance(value, tuple) and len(value) > 0 and all(_is_size(v, 0) for v in value)
@@ -31,7 +32,9 @@ def _check_fields(config: Any) -> None:
             ok = _is_size(value, least) or (value is None and kind != "int")
             wanted = f"an integer between {least} and {_MOST}"
         else:
-            ok, wanted = isinstance(value, LayerConfig), "a LayerConfig"
+            name_of_type = kind.removesuffix(" | None")
+            ok = isinstance(value, _CONFIGS[name_of_type]) or (value is None and name_of_type != kind)
+            wanted = f"a {name_of_type}"
         if not ok:
             raise ValueError(f"{name} is {value!r}, must be {wanted}")
 
@@ -118,13 +121,40 @@ class MaskRule:
 
 
 @dataclass(frozen=True)
+class ConvConfig:
+    """DFlash2's convolution: `taps` slots of a block, dynamic kernels shared by `group` channels."""
+
+    taps: int
+    group: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
+class SelectorConfig:
+    """DFlash2's candidate selector: `top_k` candidates a slot, codebooks of `rank`; `output_multiplier` and `softcap`
+    (None: off) are applied to the head's logits."""
+
+    vocab_size: int
+    rank: int
+    top_k: int
+    output_multiplier: float = 1.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """The DFlash block model.
 
     `target_layers` are 0-based target layers whose outputs form the context features; `use_target_features` and
     `use_mtp_features` say which streams the context projection reads. `window` context rows before the block are
     visible (None: all) to every slot, and the whole block; `layer_masks`, where not empty, are the rules of each layer
-    instead.
+    instead. `conv` mixes the slots of a block in every layer; `selector` chooses the tokens of its slots (None: each
+    slot's best alone).
     """
 
     layer: LayerConfig
@@ -136,9 +166,15 @@ class DrafterConfig:
     use_target_features: bool = True
     use_mtp_features: bool = False
     layer_masks: tuple[MaskRule, ...] = ()
+    conv: ConvConfig | None = None
+    selector: SelectorConfig | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        if self.conv is not None and self.layer.hidden_size % self.conv.group:
+            raise ValueError(f"ConvConfig.group is {self.conv.group}, must divide hidden_size {self.layer.hidden_size}")
+        if len(self.heads) > 1:
+            raise ValueError(f"DrafterConfig has {' and '.join(self.heads)}, must have one at most")
         if self.layer_masks and (len(self.layer_masks) != self.num_layers or self.window is not None):
             raise ValueError(
                 f"DrafterConfig.layer_masks has {len(self.layer_masks)} rules for {self.num_layers} layers and window "
@@ -150,7 +186,22 @@ class DrafterConfig:
         return self.layer_masks[layer] if self.layer_masks else MaskRule(self.window)
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """What it has beyond DFlash: fields of `PARTS` that are given."""
+        return tuple(name for name in PARTS if getattr(self, name) is not None)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """Of these the one that turns slots into tokens; none: each slot's best token alone."""
+        return tuple(name for name in self.parts if name != "conv")
+
+    @property
     def context_size(self) -> int:
         """Width of one context feature row."""
         streams = len(self.target_layers) * self.use_target_features + int(self.use_mtp_features)
         return streams * self.layer.hidden_size
+
+
+PARTS = {"conv": ConvConfig, "selector": SelectorConfig}
+"""Optional parts of a drafter, by field."""
+_CONFIGS: dict[str, type] = {kind.__name__: kind for kind in (LayerConfig, *PARTS.values())}

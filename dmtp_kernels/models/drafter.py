@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from dmtp_kernels.models.config import DrafterConfig
+from dmtp_kernels.models.dflash2 import ConvolvedLayer
 from dmtp_kernels.models.layers import Attend, DecoderLayer, RMSNorm, rotary
+from dmtp_kernels.models.selector import CandidateSelector
 
 
 class Drafter(nn.Module):
@@ -20,8 +22,10 @@ class Drafter(nn.Module):
         width, eps, gemma = config.layer.hidden_size, config.layer.rms_norm_eps, config.layer.gemma_norm
         self.fc = nn.Linear(config.context_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, eps, gemma)
-        self.layers = nn.ModuleList(DecoderLayer(config.layer, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(_layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(width, eps, gemma)
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(width, config.selector)
 
     def context_keys_values(
         self, features: torch.Tensor, positions: torch.Tensor
@@ -40,3 +44,9 @@ class Drafter(nn.Module):
         for block in self.layers:
             x = block(x, cos, sin, attend)
         return self.norm(x)
+
+
+def _layer(config: DrafterConfig, index: int) -> DecoderLayer:
+    return (
+        DecoderLayer(config.layer, index) if config.conv is None else ConvolvedLayer(config.layer, index, config.conv)
+    )

@@ -97,12 +97,15 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        normed = self.input_layernorm(x)
-        q, gate = self.self_attn.queries(normed, cos, sin)
-        k, v = self.self_attn.keys_values(normed, cos, sin)
+    def attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The attention sublayer, of its normalised input."""
+        q, gate = self.self_attn.queries(x, cos, sin)
+        k, v = self.self_attn.keys_values(x, cos, sin)
         seen = attend(self.index, q, k, v)
         if gate is not None:
             seen = seen * gate.sigmoid()
-        x = x + self.self_attn.o_proj(seen.flatten(-2))
+        return self.self_attn.o_proj(seen.flatten(-2))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        x = x + self.attention(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))

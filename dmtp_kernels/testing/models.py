@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dmtp_kernels.decode.method import METHODS
+from dmtp_kernels.decode.method import METHODS, SHIPPED
 from dmtp_kernels.models.checkpoint import Checkpoint
-from dmtp_kernels.models.config import DrafterConfig, LayerConfig, MTPConfig, TargetConfig
+from dmtp_kernels.models.config import ConvConfig, DrafterConfig, LayerConfig, MTPConfig, SelectorConfig, TargetConfig
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
@@ -48,19 +48,23 @@ def tiny_checkpoint(
     valid = vocab_size - 1 if num_valid is None else num_valid
     target = Target(TargetConfig(layer, num_layers, vocab_size, valid, max_positions, tie_embeddings))
     mtp = MTP(MTPConfig(layer))
+    parts = {"conv": ConvConfig(2, 4), "selector": SelectorConfig(vocab_size, 6, min(16, valid - 1), softcap=20.0)}
     drafters, fusions = {}, {}
     for name, method in METHODS.items():
         if method.drafter is None:
             continue
-        streams: Any = {"use_target_features": "target" in method.context, "use_mtp_features": "mtp" in method.context}
-        drafters[name] = Drafter(DrafterConfig(layer, drafter_layers, target_layers, 8, window, mask, **streams))
+        own: Any = {"use_target_features": "target" in method.context, "use_mtp_features": "mtp" in method.context}
+        own |= {part: parts[part] for part in method.parts}
+        drafters[name] = Drafter(DrafterConfig(layer, drafter_layers, target_layers, 8, window, mask, **own))
         if method.fusion != "none":
             fusions[name] = FusionModule(method.fusion, hidden_size, layer.rms_norm_eps, rank=4)
     checkpoint = Checkpoint(target, mtp, drafters, fusions)
-    generator = torch.Generator().manual_seed(seed)
+    generator, later = (torch.Generator().manual_seed(s) for s in (seed, seed + (1 << 32)))
     with torch.no_grad():
-        for module in checkpoint.modules().values():
-            _randomise(module, generator)
+        for key, module in checkpoint.modules().items():
+            # drafters with parts have numbers of their own: they change nobody else's
+            own_numbers = key.partition(".")[2] in METHODS.keys() - {*SHIPPED}
+            _randomise(module, later if own_numbers else generator)
         common = torch.randn(hidden_size, generator=generator)
         target.embed_tokens.weight += shared_bias * common
         # what the head reads keeps the direction of the inputs, in MTP too

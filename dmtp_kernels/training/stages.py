@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dmtp_kernels.decode.method import METHODS, Method
+from dmtp_kernels.decode.method import METHODS, SHIPPED, Method
 from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
@@ -20,7 +20,8 @@ from dmtp_kernels.training.data import Corpus, batch, seeded
 from dmtp_kernels.training.losses import block_loss, frozen_forward, sample_anchors, target_and_mtp
 
 MTP_LOSS_WEIGHT = 0.2
-DRAFTED = {name: method for name, method in METHODS.items() if method.drafter}
+DRAFTED = {name: METHODS[name] for name in SHIPPED if METHODS[name].drafter}
+"""Methods that the recipe trains unless others are asked for."""
 Losses = Iterator[tuple[str, torch.Tensor]]
 """Name and loss; the caller runs backward on those that need it before asking for the next."""
 

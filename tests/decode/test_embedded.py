@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from dmtp_kernels.decode.evaluate import compare
-from dmtp_kernels.decode.method import METHODS
+from dmtp_kernels.decode.method import SHIPPED
 from dmtp_kernels.models.checkpoint import EMBEDDED, Checkpoint, load_checkpoint
 from dmtp_kernels.training.data import held_out_prompts
 
@@ -36,7 +36,7 @@ def test_size_and_record() -> None:
 @pytest.mark.parametrize("batch", [1, 8])
 def test_every_method_is_lossless(temperature: float, batch: int) -> None:
     count, tokens = (2, 24) if batch == 1 else (8, 32)
-    names = list(METHODS)
+    names = list(SHIPPED)
     result = compare(
         checkpoint(),
         prompts(count),

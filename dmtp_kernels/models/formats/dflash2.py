@@ -1,14 +1,15 @@
 """What a DFlash2 checkpoint has beyond DFlash: a convolution around attention and MLP of every layer, and a path
-selector. Read and checked here as tensors; the modules that run them are elsewhere.
+selector. Read and checked here as tensors; `attach` gives the drafter that runs them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from dmtp_kernels.models.config import DrafterConfig
+from dmtp_kernels.models.config import ConvConfig, DrafterConfig, SelectorConfig
+from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.formats.fields import Fields, same
 
 KEYS = (
@@ -81,3 +82,24 @@ def shapes(config: DFlash2Config, drafter: DrafterConfig, vocab_size: int) -> di
             found[f"{prefix}.kernel_projection.weight"] = (2 * taps * (width // config.conv_group), width)
     found |= dict.fromkeys(_CODEBOOKS, (vocab_size, config.selector_rank))
     return found | {"candidate_selector.hidden_projection.weight": (config.selector_rank, width)}
+
+
+def attach(drafter: Drafter, extra: DFlash2) -> Drafter:
+    """The drafter that runs both: `drafter`'s tensors and those of `extra`, shared with them.
+
+    Raises:
+        RuntimeError: a tensor is missing or of another shape.
+    """
+    own = extra.config
+    vocab_size = extra.tensors[_CODEBOOKS[0]].shape[0]
+    config = replace(
+        drafter.config,
+        conv=ConvConfig(own.conv_taps, own.conv_group),
+        selector=SelectorConfig(
+            vocab_size, own.selector_rank, own.selector_top_k, own.output_multiplier, own.softcap or None
+        ),
+    )
+    with torch.device("meta"):
+        whole = Drafter(config)
+    whole.load_state_dict({**drafter.state_dict(), **extra.tensors}, assign=True)
+    return whole.eval().requires_grad_(False)
