@@ -57,7 +57,7 @@ def nvtx_ranges(on: bool) -> None:
     while _nvtx_range in _watchers:
         _watchers.remove(_nvtx_range)
     # a tool is injected when the process starts; without one the package hands out a domain that does nothing. Releases
-    # before 0.2.11 do not say
+    # before 0.2.11 have no domains to ask
     if on and hasattr(nvtx, "get_domain") and nvtx.get_domain(DOMAIN).get_event_attributes(message=ROUND) is not None:
         _watchers.insert(0, _nvtx_range)
 
