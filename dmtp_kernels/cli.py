@@ -15,6 +15,16 @@ from rich.console import Console
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
 from dmtp_kernels.bench.cli import bench_app
+from dmtp_kernels.cli_formats import (
+    DrafterOption,
+    IdsOption,
+    MTPOption,
+    TargetOption,
+    export_command,
+    load_models,
+    parse_ids,
+    print_ids,
+)
 from dmtp_kernels.cli_profile import profile_command
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
@@ -23,7 +33,7 @@ from dmtp_kernels.decode.method import METHODS, SHIPPED, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
 from dmtp_kernels.models.checkpoint import EMBEDDED, Checkpoint, load_checkpoint
-from dmtp_kernels.models.presets import EOS
+from dmtp_kernels.models.presets import EOS, TARGET
 from dmtp_kernels.training.data import held_out_prompts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -47,31 +57,44 @@ def generate(
     check: Annotated[
         bool, typer.Option("--check", help="compare with autoregressive decoding; exit 1 if it differs")
     ] = False,
+    ids: IdsOption = None,
     checkpoint: CheckpointOption = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    mtp: MTPOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt, printing text as it is produced."""
-    text = _prompt(prompt, file, heldout)
+    text = _prompt(prompt, file, heldout) if ids is None else parse_ids(ids)
+    if ids is not None and (prompt, file, heldout) != (None, None, None):
+        raise ValueError("prompt: give --ids or a text, not both")
     if not 1 <= batch <= MOST_ROWS:
         raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
     chosen = get_method(method)
-    models = load_checkpoint(checkpoint, drafters=[chosen.drafter] if chosen.drafter else [])
+    models = load_models(checkpoint, chosen, target, drafter, mtp)
+    vocabulary = models.target.config.vocab_size
+    if ids is None and target is not None and vocabulary != TARGET.vocab_size:
+        raise ValueError(f"prompt: is text, must be --ids for a model of {vocabulary} tokens that are not bytes")
+    stop = (EOS,) if ids is None else ()
     requests = [
-        Request(tuple(text), max_new_tokens, temperature, top_k, top_p, seed + i, stop_ids=(EOS,)) for i in range(batch)
+        Request(tuple(text), max_new_tokens, temperature, top_k, top_p, seed + i, stop_ids=stop) for i in range(batch)
     ]
     limit = models.target.config.max_positions - MAX_ROWS
     engine = Engine(models, chosen, max_batch=batch, max_tokens=max(2, min(limit, len(text) + max_new_tokens)))
-    completions = _stream(engine, requests, quiet=as_json)
+    completions = _stream(engine, requests, quiet=as_json or ids is not None)
     verdict = _check(models, chosen.name, requests, completions) if check else None
     if as_json:
         print(json.dumps(_generated(chosen.name, completions, verdict), indent=1))
     else:
-        _report(completions, verdict)
+        if ids is not None:
+            print_ids(completions)
+        _report(completions, verdict, text=ids is None)
     if verdict is not None and not verdict["identical"]:
         raise typer.Exit(1)
 
 
 app.command("profile")(profile_command)
+app.command("export")(export_command)
 
 
 @app.command("compare")
@@ -234,8 +257,8 @@ def _generated(name: str, completions: list[Completion], verdict: dict[str, Any]
     return {"method": name, "outputs": outputs} | ({"check": verdict} if verdict else {})
 
 
-def _report(completions: list[Completion], verdict: dict[str, Any] | None) -> None:
-    if len(completions) > 1:
+def _report(completions: list[Completion], verdict: dict[str, Any] | None, *, text: bool) -> None:
+    if text and len(completions) > 1:
         for index, completion in enumerate(completions):
             print(f"--- {index} (seed {completion.request.seed})")
             print(bytes(completion.request.prompt).decode("utf-8", "replace"), end="")

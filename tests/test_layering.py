@@ -32,10 +32,11 @@ ALLOWED: dict[str, set[str]] = {
     "_cli_errors": set(),
     "_cli_options": set(),
     "cli_profile": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode", "training"},
+    "cli_formats": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode"},
     "bench": {"", *CORE, "_cli_errors", "ops", "testing"},
     "engines": {"", *CORE, "ops", "models", "decode", "training", "testing", "doctor"},
     "cli": {
-        *("", *CORE, "_cli_errors", "_cli_options", "cli_profile", "ops", "models", "decode"),
+        *("", *CORE, "_cli_errors", "_cli_options", "cli_formats", "cli_profile", "ops", "models", "decode"),
         *("training", "testing", "doctor", "engines", "bench"),
     },
     "": {*CORE, "ops"},
