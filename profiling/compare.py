@@ -91,7 +91,7 @@ def check(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> None:
             here, there = first["environment"].get(key), run["environment"].get(key)
             if here != there:
                 raise Refused(f"{key}: the runs differ, {here!r} and {there!r}")
-        for case in (set(_shapes(first)) ^ set(_shapes(run))) - {()}:
+        for case in sorted(set(_shapes(first)) ^ set(_shapes(run))):
             raise Refused(f"{case[0]} {case[1]}: the runs differ in its shape or its control, or one has no such case")
 
 
