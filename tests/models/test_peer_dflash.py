@@ -14,39 +14,10 @@ import torch
 from dmtp_kernels.models.formats import read_dflash, save_drafter
 from dmtp_kernels.testing.models import tiny_checkpoint
 from tests.models.format_cases import TARGET
-from tests.models.public_cases import chunked, drafter_case, randomise, run_block, worst
+from tests.models.peer_cases import peer_block, save
+from tests.models.public_cases import chunked, drafter_case, run_block, worst
 
 peer: Any = pytest.importorskip("dflash.model", reason="the peer is not installed (make test-peer)")
-transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed (make test-peer)")
-
-
-def save(directory: Path, case: dict[str, Any], seed: int, kind: str = "DFlashDraftModel") -> Any:
-    """The peer's model with random weights, saved by the peer and loaded by the peer."""
-    model = getattr(peer, kind)(transformers.Qwen3Config(**case))
-    randomise(model, seed)
-    model.save_pretrained(directory)
-    loaded, report = getattr(peer, kind).from_pretrained(directory, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    return loaded.eval()
-
-
-@torch.no_grad()
-def peer_block(model: Any, features: torch.Tensor, embeds: torch.Tensor, chunks: list[int]) -> torch.Tensor:
-    """The peer's hidden of a block; context rows come in `chunks`, the block being drafted anew after each and cut
-    off again, as its own generation does."""
-    cache, start = peer._make_cache(model.config), 0
-    for count in chunks:
-        stop = start + count
-        hidden = model(
-            target_hidden=features[None, start:stop],
-            noise_embedding=embeds[None],
-            position_ids=torch.arange(start, stop + embeds.shape[0])[None],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        peer._crop_to(cache, stop)
-        start = stop
-    return hidden[0]
 
 
 @pytest.mark.parametrize("seed", range(64))

@@ -16,8 +16,10 @@ from dmtp_kernels.models.formats import read_dflash
 from dmtp_kernels.models.formats.dflash2 import attach
 from dmtp_kernels.ops.lm_head import pack_lm_head
 from dmtp_kernels.ops.sample.filters import lowest_argmax
+from tests.models.peer_cases import peer_block, save
 from tests.models.public_cases import chunked, drafter_case, run_block, worst
-from tests.models.test_peer_dflash import peer_block, save
+
+pytest.importorskip("dflash.model", reason="the peer is not installed (make test-peer)")
 
 CASES = 48
 
