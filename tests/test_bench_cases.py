@@ -66,14 +66,20 @@ def test_the_eager_chain_does_the_same_step(case: BenchCase) -> None:
             count, tokens, stopped = got
             assert ((tokens >= 0).sum(dim=1) == count).all() and (count >= 1).all() and not stopped.any()
         return
-    if case.op == "lm_head_rescore":
-        outputs = [(~outputs[0]) & 0xFFFFFFFF]
-    if case.op == "lm_head_select":
-        outputs = [((~outputs[0]) & 0xFFFFFFFF)[:, 0]]
     if case.op == "block_attention":
-        got = (got[0].transpose(1, 2),)
-    for g, w in zip(got, outputs, strict=False):
-        torch.testing.assert_close(g, w, rtol=2e-2, atol=6e-2)
+        torch.testing.assert_close(got[0].transpose(1, 2), outputs[0], rtol=2e-2, atol=6e-2)
+        return
+    # logits rounded to bf16 may tie, so other tokens of the same logit are right too
+    t1 = case.op == "fused_t1_prep"
+    hidden, weight = (problem.inputs[1], problem.inputs[2]) if t1 else problem.inputs[:2]
+    logits = hidden.float() @ weight.float().T
+    tokens = [got[0].view(-1), outputs[0].view(-1) if t1 else (~outputs[0].view(-1)) & 0xFFFFFFFF]
+    reached = [logits.gather(1, t[:, None]) for t in tokens]
+    torch.testing.assert_close(*reached, rtol=1e-2, atol=1e-2)
+    same = tokens[0] == tokens[1]
+    assert same.sum() >= len(same) // 2
+    for g, w in zip(got[1:], outputs[1:3] if t1 else (), strict=True):
+        torch.testing.assert_close(g[same], w[same], rtol=2e-2, atol=6e-2)
 
 
 def test_full_sizes_are_those_of_the_model() -> None:
@@ -105,6 +111,16 @@ def test_a_wrong_output_is_found(op: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Problem, "fused", lambda self: partial(wrong, fused()))
     assert disagreement(problem) is not None
+
+
+def test_inputs_do_not_depend_on_what_was_made_before() -> None:
+    def counts(suite: Suite) -> torch.Tensor:
+        return next(c for c in suite.cases(["commit_kv"]) if c.name == "b8").make()[4]
+
+    fresh, used = Suite(CPU, scale=128), Suite(CPU, scale=128)
+    for case in used.cases(["sample_rows", "advance_round"]):
+        case.make()
+    assert torch.equal(counts(fresh), counts(used)) and torch.equal(counts(used), counts(used))
 
 
 def test_inputs_on_the_host_are_the_same() -> None:

@@ -192,18 +192,17 @@ def _show(report: dict[str, Any], sizes: Sequence[str], as_json: bool) -> None:
 
 
 def _show_ops(report: dict[str, Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 130)
     where = report["environment"]
     table = Table(
         title=f"{where['device']}, {where['threads']} threads, {where['clock']} time, sizes over {where['scale']}"
     )
-    for name in ("op", "case", "runs", "ms", "x eager", "x compiled", "floor, MB", "% of limit"):
+    baselines = [e for e in op_entries if any(e in case["speedup"] for case in report["cases"])]
+    for name in ("op", "case", "runs", "ms", *(f"x {e}" for e in baselines), "floor, MB", "% of limit"):
         table.add_column(name, justify="left" if name in ("op", "case", "runs") else "right")
     for case in report["cases"]:
         median, q1, q3 = (case["entries"]["op"][key] for key in ("median", "q1", "q3"))
-        speedups = [
-            f"{case['speedup'][e]['median']:.2f}" if e in case["speedup"] else "-" for e in ("eager", "compiled")
-        ]
+        speedups = [f"{case['speedup'][e]['median']:.2f}" if e in case["speedup"] else "-" for e in baselines]
         table.add_row(
             case["op"],
             case["case"],
