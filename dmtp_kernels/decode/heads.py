@@ -46,7 +46,7 @@ def select_path(stack: Stack, state: BatchState, hidden: torch.Tensor, first: in
     def score(slot: int, previous: torch.Tensor) -> torch.Tensor:
         return selector.scores(unary[:, slot], hidden[:, slot], previous, ids[:, slot].clamp(min=0))
 
-    return _walk(stack, state, first, hidden.shape[1], score, ids)
+    return _walk(stack, state, first, hidden.shape[1], score, ids)[0]
 
 
 def shortlist(selector: CandidateSelector, head: LMHead, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +60,60 @@ def shortlist(selector: CandidateSelector, head: LMHead, hidden: torch.Tensor) -
     return ids.view(shape), torch.where(ids < 0, -torch.inf, unary).view(shape)
 
 
-HEADS: dict[str, Callable[[Stack, BatchState, torch.Tensor, int], torch.Tensor]] = {"selector": select_path}
+def follow_previous(stack: Stack, state: BatchState, hidden: torch.Tensor, first: int) -> torch.Tensor:
+    """DSpark: every slot's logits with the bias of the token before it.
+
+    Where the drafter knows its confidence, the round judges no candidate after the one at which the chance of getting
+    that far falls below the configured cut. A candidate's confidence depends on those before it alone, not on itself.
+    """
+    assert stack.drafter is not None and stack.drafter.config.markov is not None
+    drafter, config = stack.drafter, stack.drafter.config.markov
+    logits = stack.target.logits(hidden)
+    valid = logits.shape[2]
+
+    def score(slot: int, previous: torch.Tensor) -> torch.Tensor:
+        return logits[:, slot] + drafter.markov_head(previous)[:, :valid]
+
+    tokens, before = _walk(stack, state, first, hidden.shape[1], score)
+    if config.confidence:
+        chance = drafter.confidence_head(hidden, drafter.markov_head.markov_w1(before)).sigmoid()
+        if stack.mtp_steps > 1:
+            # the drafter says nothing about MTP's own tokens
+            taken = taken_from_chain(stack, state)[:, : chance.shape[1]]
+            chance = torch.cat(
+                [chance[:, : taken.shape[1]].masked_fill(taken, 1.0), chance[:, taken.shape[1] :]], dim=1
+            )
+        judged = first + (chance.cumprod(dim=1) >= config.cut).sum(dim=1)
+        state.work.num_candidates = torch.minimum(state.num_candidates, judged)
+    return tokens
+
+
+def follow_prefix(stack: Stack, state: BatchState, hidden: torch.Tensor, first: int) -> torch.Tensor:
+    """Domino: every slot's logits, corrected by a recurrent state over the round's tokens before it."""
+    assert stack.drafter is not None
+    head, embedding = stack.drafter.logit_head, stack.target.embed_tokens.weight
+    logits = stack.target.logits(hidden)
+    valid = logits.shape[2]
+    known = torch.cat(state.work.drafted, dim=1).clamp(min=0)  # A, or A and T1
+    prefix = head.start(hidden[:, 0])
+    for column in range(known.shape[1] - 1):
+        prefix = head.prefix_gru(embedding[known[:, column]], prefix)
+
+    def score(slot: int, previous: torch.Tensor) -> torch.Tensor:
+        nonlocal prefix
+        prefix = head.prefix_gru(embedding[previous], prefix)
+        if first + slot < head.config.pure:
+            return logits[:, slot]
+        return logits[:, slot] + head(hidden[:, slot], prefix)[:, :valid]
+
+    return _walk(stack, state, first, hidden.shape[1], score)[0]
+
+
+HEADS: dict[str, Callable[[Stack, BatchState, torch.Tensor, int], torch.Tensor]] = {
+    "selector": select_path,
+    "markov": follow_previous,
+    "recurrent": follow_prefix,
+}
 """Walks by the part of the drafter's configuration that they belong to."""
 
 
@@ -71,21 +124,24 @@ def walk(
     choose: Choose,
     ids: torch.Tensor | None = None,
     given: Callable[[int, torch.Tensor], torch.Tensor] = lambda slot, token: token,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Tokens `[B, count]` of slots in order after the tokens `previous[B]`, and the weights that `choose` returned.
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Tokens `[B, count]` of slots in order after the tokens `previous[B]`, the tokens `[B, count]` that each followed,
+    and the weights that `choose` returned.
 
     Where scores belong to shortlists `ids[B, count, N]`, so do the indices chosen. `given(slot, token[B])` is the token
     that the next slot follows, where it is not the one chosen.
     """
-    tokens, weights = [], []
+    tokens, before, weights = [], [], []
     for slot in range(count):
-        index, drawn_with = choose(score(slot, previous.clamp(min=0)), slot)
+        # a token that could not be decided is nobody's: any row of a table will do
+        before.append(previous.clamp(min=0))
+        index, drawn_with = choose(score(slot, before[-1]), slot)
         token = index if ids is None else _listed(ids[:, slot], index)
         tokens.append(token)
         previous = given(slot, token)
         if drawn_with is not None:
             weights.append(drawn_with)
-    return torch.stack(tokens, dim=1), weights
+    return torch.stack(tokens, dim=1), torch.stack(before, dim=1), weights
 
 
 def _listed(ids: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -95,8 +151,9 @@ def _listed(ids: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _walk(
     stack: Stack, state: BatchState, first: int, count: int, score: Score, ids: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Candidates `first`.. of the round, `[B, count]`, by `walk` from the last token known: A, or T1."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates `first`.. of the round, `[B, count]`, by `walk` from the last token known, A or T1; and the tokens
+    that each followed."""
     work = state.work
 
     def choose(logits: torch.Tensor, slot: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -109,10 +166,10 @@ def _walk(
         # the candidate of this slot is MTP's where the row takes it
         return torch.where(taken_from_chain(stack, state)[:, slot], left(work.chain)[:, slot], token)
 
-    tokens, weights = walk(work.drafted[-1][:, -1], count, score, choose, ids, given)
+    tokens, before, weights = walk(work.drafted[-1][:, -1], count, score, choose, ids, given)
     if weights:
         _remember(stack, state, torch.cat(weights, dim=1), ids)
-    return tokens
+    return tokens, before
 
 
 def _remember(stack: Stack, state: BatchState, weights: torch.Tensor, ids: torch.Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,8 +15,9 @@ class Method:
     token in the block, `drafter` leaves the first candidate to the drafter. `anchors` = 2 keeps A before T1. `fusion`
     is the fusion of the MTP hidden into the block (`none`, `residual`, `residual_low_rank`, `replace`,
     `mask_residual`); `context` lists the feature streams of the drafter's context. `parts` are what the drafter has
-    beyond DFlash (`models.config.PARTS`). `padding_rows` adds verify rows that hold no candidate, so that
-    autoregressive decoding can run in the shape of a verification.
+    beyond DFlash (`models.config.PARTS`). `block` counts the drafter's slots, of a block that starts with A; with
+    `shift` a slot predicts the token after its position, the anchor's slot too. `padding_rows` adds verify rows that
+    hold no candidate, so that autoregressive decoding can run in the shape of a verification.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Method:
     fusion: str = "none"
     context: tuple[str, ...] = ("target",)
     parts: tuple[str, ...] = ()
+    block: int = 8
+    shift: bool = False
     padding_rows: int = 0
 
     @property
@@ -48,13 +52,19 @@ class Method:
 
     @property
     def num_known(self) -> int:
-        """Leading slots of the block that hold known tokens; the others predict."""
+        """Leading slots of the block that hold known tokens."""
         return 1 if self.first == "drafter" else self.anchors
 
     @property
     def num_slots(self) -> int:
         """S: slots of the drafter's block."""
-        return 8 if self.first == "drafter" else self.anchors + 6
+        return self.block if self.first == "drafter" else self.anchors + self.block - 2
+
+    @property
+    def predicting(self) -> slice:
+        """Slots of the block that predict the drafter's candidates."""
+        start = self.num_known - self.shift
+        return slice(start, start + self.num_drafted)
 
     @property
     def num_drafted(self) -> int:
@@ -68,6 +78,10 @@ class Method:
 
 
 _DFLASH2 = ("conv", "selector")
+_PLAIN: dict[str, Any] = {"first": "drafter", "anchors": 1}
+_DSPARK: dict[str, Any] = {"parts": ("markov",), "shift": True, "block": 7}
+# the last of eight slots would predict an eighth candidate
+_DOMINO: dict[str, Any] = {"parts": ("recurrent",), "shift": True}
 
 
 def _drafted(name: str, summary: str, **fields: object) -> Method:
@@ -92,6 +106,10 @@ METHODS: dict[str, Method] = {
         _drafted("mtp_context", "[T1, MASK x6], context from MTP alone", anchors=1, context=("mtp",)),
         _drafted("dflash2", "[A, MASK x7], a path of candidates", first="drafter", anchors=1, parts=_DFLASH2),
         _drafted("dmtp_dflash2", "[A, T1, MASK x6] as dmtp, on DFlash2", fusion="residual", parts=_DFLASH2),
+        _drafted("dspark", "[A, MASK x6], slots predict the next token, low-rank bias by it", **_DSPARK, **_PLAIN),
+        _drafted("dmtp_dspark", "[A, T1, MASK x5] as dmtp, on DSpark", fusion="residual", **_DSPARK),
+        _drafted("domino", "[A, MASK x7], slots predict the next token, recurrent correction", **_DOMINO, **_PLAIN),
+        _drafted("dmtp_domino", "[A, T1, MASK x6] as dmtp, on Domino", fusion="residual", **_DOMINO),
     )
 }
 """Every method of the source, by name."""

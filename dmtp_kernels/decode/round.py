@@ -154,7 +154,7 @@ def draft(stack: Stack, state: BatchState) -> None:
         embeds, positions = left(work.block_embeds), left(work.block_positions)
         hidden = run_drafter(stack, embeds, positions, state.drafter_table, state.index.context_len)
         work.block_hidden = hidden
-        tokens = draft_slots(stack, state, hidden[:, method.num_known :], method.num_candidates - method.num_drafted)
+        tokens = draft_slots(stack, state, hidden[:, method.predicting], method.num_candidates - method.num_drafted)
         work.drafted.append(merge_chain(stack, state, tokens) if stack.mtp_steps > 1 else tokens)
     padding = stack.rows - 1 - method.num_candidates
     work.drafted += [state.anchor[:, None]] * padding
@@ -177,7 +177,8 @@ def accept(stack: Stack, state: BatchState) -> None:
     """Keep candidates, inside stop tokens, budget and the row's `num_candidates`."""
     work = state.work
     candidates = left(work.candidates)
-    limits = {"stop_ids": state.stop_ids, "budget": state.budget, "num_candidates": state.num_candidates}
+    most = state.num_candidates if work.num_candidates is None else work.num_candidates
+    limits = {"stop_ids": state.stop_ids, "budget": state.budget, "num_candidates": most}
     if stack.verification == "target":
         work.accepted = accept_prefix(candidates, left(work.target_tokens), **limits)
         return

@@ -117,10 +117,10 @@ def build_stack(
                 f"checkpoint: has no drafter {method.drafter!r}, has {', '.join(sorted(checkpoint.drafters)) or 'none'}"
             )
         drafter = checkpoint.drafters[method.drafter]
-        if drafter.config.block_size != method.num_candidates + 1:
+        if drafter.config.block_size != method.block:
             raise ValueError(
                 f"checkpoint: drafter {method.drafter!r} has blocks of {drafter.config.block_size} slots, "
-                f"method {method.name!r} needs {method.num_candidates + 1}"
+                f"method {method.name!r} needs {method.block}"
             )
         if drafter.config.parts != method.parts:
             has, wants = (", ".join(parts) or "none" for parts in (drafter.config.parts, method.parts))

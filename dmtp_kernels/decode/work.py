@@ -49,6 +49,7 @@ class Work:
     drafted: list[torch.Tensor] = field(default_factory=list)  # [B, n] each: the candidates so far
     probabilities: list[torch.Tensor] = field(default_factory=list)  # [B, n, V] each: what they were drawn from
     draft_ids: torch.Tensor | None = None  # [B, K, N], where all were drawn from shortlists: probabilities are of these
+    num_candidates: torch.Tensor | None = None  # [B], where the drafter's confidence cuts the row's own limit
     chain: torch.Tensor | None = None  # [B, n - 1], T2..Tn of the MTP module, where it proposes several
     chain_probabilities: list[torch.Tensor] = field(default_factory=list)
     candidates: torch.Tensor | None = None  # [B, R]: A, T1..TK, padding

@@ -13,7 +13,7 @@ def _check_fields(config: Any) -> None:
     """Every field has its declared type and a size a model can have; `ValueError` names the first that does not."""
     for field in fields(config):
         value, kind, name = getattr(config, field.name), str(field.type), f"{type(config).__name__}.{field.name}"
-        least = 0 if field.name in ("mask_token_id", "window") and kind.startswith("int") else 1
+        least = 0 if field.name in ("mask_token_id", "window", "pure") and kind.startswith("int") else 1
         if kind == "bool":
             ok, wanted = isinstance(value, bool), "true or false"
         elif kind in ("float", "float | None"):
@@ -147,14 +147,42 @@ class SelectorConfig:
 
 
 @dataclass(frozen=True)
+class MarkovConfig:
+    """DSpark's heads: a bias of `rank` by the token before, and, with `confidence`, the chance of acceptance.
+    Candidates are judged as long as the product of these chances is at least `cut` (not tuned)."""
+
+    vocab_size: int
+    rank: int
+    confidence: bool = True
+    cut: float = 0.05
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Domino's head: a GRU of `state_size` over the tokens so far, a correction of `rank`, none for the first `pure`
+    candidates of a round."""
+
+    vocab_size: int
+    state_size: int
+    rank: int
+    pure: int = 1
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
     """The DFlash block model.
 
     `target_layers` are 0-based target layers whose outputs form the context features; `use_target_features` and
     `use_mtp_features` say which streams the context projection reads. `window` context rows before the block are
     visible (None: all) to every slot, and the whole block; `layer_masks`, where not empty, are the rules of each layer
-    instead. `conv` mixes the slots of a block in every layer; `selector` chooses the tokens of its slots (None: each
-    slot's best alone).
+    instead. `conv` mixes the slots of a block in every layer; `selector`, `markov` and `recurrent`, of which it has one
+    at most, choose the tokens of its slots (none: each slot's best alone).
     """
 
     layer: LayerConfig
@@ -168,6 +196,8 @@ class DrafterConfig:
     layer_masks: tuple[MaskRule, ...] = ()
     conv: ConvConfig | None = None
     selector: SelectorConfig | None = None
+    markov: MarkovConfig | None = None
+    recurrent: RecurrentConfig | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -202,6 +232,6 @@ class DrafterConfig:
         return streams * self.layer.hidden_size
 
 
-PARTS = {"conv": ConvConfig, "selector": SelectorConfig}
+PARTS = {"conv": ConvConfig, "selector": SelectorConfig, "markov": MarkovConfig, "recurrent": RecurrentConfig}
 """Optional parts of a drafter, by field."""
 _CONFIGS: dict[str, type] = {kind.__name__: kind for kind in (LayerConfig, *PARTS.values())}

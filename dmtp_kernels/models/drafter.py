@@ -10,6 +10,8 @@ from torch import nn
 from dmtp_kernels.models.config import DrafterConfig
 from dmtp_kernels.models.dflash2 import ConvolvedLayer
 from dmtp_kernels.models.layers import Attend, DecoderLayer, RMSNorm, rotary
+from dmtp_kernels.models.markov import ConfidenceHead, MarkovHead
+from dmtp_kernels.models.recurrent import PrefixCorrection
 from dmtp_kernels.models.selector import CandidateSelector
 
 
@@ -26,6 +28,12 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(width, eps, gemma)
         if config.selector is not None:
             self.candidate_selector = CandidateSelector(width, config.selector)
+        if config.markov is not None:
+            self.markov_head = MarkovHead(config.markov)
+            if config.markov.confidence:
+                self.confidence_head = ConfidenceHead(width, config.markov)
+        if config.recurrent is not None:
+            self.logit_head = PrefixCorrection(width, config.recurrent)
 
     def context_keys_values(
         self, features: torch.Tensor, positions: torch.Tensor

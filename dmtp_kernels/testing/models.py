@@ -10,7 +10,16 @@ from torch import nn
 
 from dmtp_kernels.decode.method import METHODS, SHIPPED
 from dmtp_kernels.models.checkpoint import Checkpoint
-from dmtp_kernels.models.config import ConvConfig, DrafterConfig, LayerConfig, MTPConfig, SelectorConfig, TargetConfig
+from dmtp_kernels.models.config import (
+    ConvConfig,
+    DrafterConfig,
+    LayerConfig,
+    MarkovConfig,
+    MTPConfig,
+    RecurrentConfig,
+    SelectorConfig,
+    TargetConfig,
+)
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
@@ -48,14 +57,20 @@ def tiny_checkpoint(
     valid = vocab_size - 1 if num_valid is None else num_valid
     target = Target(TargetConfig(layer, num_layers, vocab_size, valid, max_positions, tie_embeddings))
     mtp = MTP(MTPConfig(layer))
-    parts = {"conv": ConvConfig(2, 4), "selector": SelectorConfig(vocab_size, 6, min(16, valid - 1), softcap=20.0)}
+    parts = {
+        "conv": ConvConfig(2, 4),
+        "selector": SelectorConfig(vocab_size, 6, min(16, valid - 1), softcap=20.0),
+        "markov": MarkovConfig(vocab_size, 6, cut=0.2),
+        "recurrent": RecurrentConfig(vocab_size, 12, 6),
+    }
     drafters, fusions = {}, {}
     for name, method in METHODS.items():
         if method.drafter is None:
             continue
         own: Any = {"use_target_features": "target" in method.context, "use_mtp_features": "mtp" in method.context}
         own |= {part: parts[part] for part in method.parts}
-        drafters[name] = Drafter(DrafterConfig(layer, drafter_layers, target_layers, 8, window, mask, **own))
+        config = DrafterConfig(layer, drafter_layers, target_layers, method.block, window, mask, **own)
+        drafters[name] = Drafter(config)
         if method.fusion != "none":
             fusions[name] = FusionModule(method.fusion, hidden_size, layer.rms_norm_eps, rank=4)
     checkpoint = Checkpoint(target, mtp, drafters, fusions)

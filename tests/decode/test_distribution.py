@@ -8,7 +8,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dmtp_kernels.decode import heads
 from dmtp_kernels.decode import round as rounds
 from dmtp_kernels.decode.caches import pages_for
 from dmtp_kernels.decode.dense import target_logits
@@ -22,8 +21,6 @@ VALID = 4
 CHECKPOINT = tiny_checkpoint(5, vocab_size=6, num_valid=VALID)
 PROMPT = [1, 3, 0, 2, 2, 1, 0]
 RUNS, BATCH, TOKENS = 20_000, 2_000, 3
-WALKS = [name for name, method in METHODS.items() if set(method.parts) - {"conv"}]
-"""Methods whose candidates depend on the ones before them."""
 
 
 def exact_distribution() -> torch.Tensor:
@@ -122,26 +119,6 @@ def test_a_wrong_acceptance_rule_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("verification", "mtp_steps"), [("rejection", 1), ("block", 1), ("block", 3)])
 def test_sampled_drafts_match_the_target(verification: str, mtp_steps: int) -> None:
     assert p_value(sampled_counts("dmtp", RUNS // 2, verification, mtp_steps)) > 0.001
-
-
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-@pytest.mark.parametrize("method", WALKS)
-def test_walked_drafts_match_the_target(method: str, verification: str) -> None:
-    assert p_value(sampled_counts(method, RUNS // 4, verification)) > 0.001
-
-
-@pytest.mark.parametrize("method", WALKS)
-def test_a_walk_judged_by_the_unary_scores_fails(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates follow their predecessors but are judged as if each had been drawn evenly."""
-    original = heads.draw
-
-    def evenly(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        index, weights = original(*args)
-        assert weights is not None
-        return index, torch.ones_like(weights)
-
-    monkeypatch.setattr(heads, "draw", evenly)
-    assert p_value(sampled_counts(method, RUNS // 4, "rejection")) < 0.001
 
 
 def test_a_wrong_draft_distribution_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def our_walk(drafter: Drafter, head: nn.Linear, hidden: torch.Tensor, anchors: t
     """Tokens `[B, n]` and shortlists of slots `hidden[B, n, H]` after `anchors[B]`."""
     selector = drafter.candidate_selector
     ids, unary = shortlist(selector, pack_lm_head(head.weight.detach(), format="dense", capacity=64), hidden)
-    tokens, _ = walk(
+    tokens, _, _ = walk(
         anchors,
         hidden.shape[1],
         lambda slot, previous: selector.scores(unary[:, slot], hidden[:, slot], previous, ids[:, slot]),
