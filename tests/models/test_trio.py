@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.request import Request
+from dmtp_kernels.models import Drafter
 from dmtp_kernels.models.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from dmtp_kernels.models.formats import export_trio, read_trio, save_drafter
 from dmtp_kernels.testing.models import tiny_checkpoint
-from tests.models.format_cases import dflash2, drafter, edit_config
+from tests.models.format_cases import dflash2, edit_config
 
 PROMPTS = ((1, 2, 3), (7,), (5, 4, 3, 2, 1, 0, 10))
 
@@ -24,7 +26,7 @@ def decoded(checkpoint: Checkpoint, method: str) -> list[tuple[list[int], list[i
     return [(completion.tokens, completion.histogram) for completion in done]
 
 
-@pytest.mark.parametrize("method", ["dmtp", "low_rank", "control", "dflash"])
+@pytest.mark.parametrize("method", ["dmtp", "low_rank", "control", "dflash", "dflash2", "dmtp_dflash2"])
 def test_an_exported_trio_decodes_the_same(tmp_path: Path, method: str) -> None:
     trio = tiny_checkpoint(5, num_layers=4, target_layers=(1, 2))
     places = export_trio(tmp_path, trio, method)
@@ -74,12 +76,19 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
         read_trio(good.target, good.drafter, good.mtp)
 
 
-def test_dflash2_is_read_but_not_run(tmp_path: Path) -> None:
-    target = tiny_checkpoint(5, hidden_size=16, num_layers=6)
-    places = export_trio(tmp_path, target, "dmtp")
-    second = save_drafter(tmp_path / "second", drafter(), target.target.config, dflash2=dflash2())
-    with pytest.raises(CheckpointError, match="DFlash2 drafter"):
-        read_trio(places.target, second)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_dflash2_checkpoint_is_the_drafter_that_runs(tmp_path: Path, named: bool) -> None:
+    trio = tiny_checkpoint(5, num_layers=4, target_layers=(1, 2), window=6 if named else None)
+    places = export_trio(tmp_path, trio, "dflash2")
+    config = json.loads((places.drafter / "config.json").read_text())
+    assert config["architectures"] == ["DFlash2DraftModel"] and ("dmtp_config" in config) == named
+    drafter = read_trio(places.target, places.drafter).drafters["dflash2"]
+    assert drafter.config == trio.drafters["dflash2"].config
+    with pytest.raises(ValueError, match="has conv and selector itself"):
+        save_drafter(tmp_path, drafter, trio.target.config, method="dflash2", dflash2=dflash2())
+    part = Drafter(dataclasses.replace(drafter.config, selector=None))
+    with pytest.raises(ValueError, match="drafter: has conv, DFlash2 checkpoints have"):
+        save_drafter(tmp_path, part, trio.target.config, method="dflash2")
 
 
 def test_a_method_without_a_drafter_is_not_exported(tmp_path: Path) -> None:

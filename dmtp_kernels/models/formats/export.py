@@ -12,7 +12,7 @@ from dmtp_kernels.models.checkpoint import write_atomically
 from dmtp_kernels.models.config import DrafterConfig, TargetConfig
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.formats.dflash import DMTP_CONFIG, DMTP_PREFIX
-from dmtp_kernels.models.formats.dflash2 import DFlash2
+from dmtp_kernels.models.formats.dflash2 import DFlash2, DFlash2Config
 from dmtp_kernels.models.formats.dmtp import dmtp_fields
 from dmtp_kernels.models.formats.files import save_tensors
 from dmtp_kernels.models.formats.layer import layer_fields
@@ -34,6 +34,8 @@ def save_drafter(
 ) -> Path:
     """Write a DFlash checkpoint, with `method` a DMTP one, tensors in `dtype`; returns the directory.
 
+    It is DFlash2's where the drafter has its convolution and selector, or where `dflash2` has their tensors.
+
     A window that counts from the anchor has no key in DFlash and is written in `dmtp_config`: a plain reader gives the
     block the whole context.
 
@@ -46,6 +48,7 @@ def save_drafter(
         raise ValueError("drafter: reads MTP features as context, which DFlash checkpoints cannot say")
     if method is None and (fusion is not None or config.window is not None):
         raise ValueError("method: is None, must be given for a fusion or a window that counts from the anchor")
+    extra = _dflash2(drafter, dflash2)
     tensors = _state(drafter, "", dtype)
     if fusion is not None:
         tensors |= _state(fusion, DMTP_PREFIX, dtype)
@@ -56,7 +59,7 @@ def save_drafter(
     }
     if dflash2 is not None:
         tensors |= {name: tensor.detach().to(dtype).contiguous() for name, tensor in dflash2.tensors.items()}
-        extra = dflash2.config
+    if extra is not None:
         section |= {
             "conv_kernel_size": extra.conv_taps,
             "conv_group_size": extra.conv_group,
@@ -66,7 +69,7 @@ def save_drafter(
             "final_logit_softcapping": extra.softcap,
         }
     fields = {
-        "architectures": ["DFlashDraftModel" if dflash2 is None else "DFlash2DraftModel"],
+        "architectures": ["DFlashDraftModel" if extra is None else "DFlash2DraftModel"],
         "model_type": "qwen3",
         **layer_fields(config.layer),
         **_mask_fields(config),
@@ -129,6 +132,25 @@ def save_mtp(directory: str | Path, mtp: MTP, target: TargetConfig, *, dtype: to
     if not layer.gemma_norm:
         fields[DMTP_CONFIG] = {"mtp_gemma_norm": False}
     return _write(Path(directory), fields, _state(mtp, "mtp.", dtype))
+
+
+def _dflash2(drafter: Drafter, beside: DFlash2 | None) -> DFlash2Config | None:
+    parts, config = drafter.config.parts, drafter.config
+    if not parts:
+        return None if beside is None else beside.config
+    if beside is not None:
+        raise ValueError(f"dflash2: is given for a drafter that has {' and '.join(parts)} itself")
+    if parts != ("conv", "selector") or config.conv is None or config.selector is None:
+        raise ValueError(f"drafter: has {' and '.join(parts)}, DFlash2 checkpoints have conv and selector")
+    selector = config.selector
+    return DFlash2Config(
+        conv_taps=config.conv.taps,
+        conv_group=config.conv.group,
+        selector_rank=selector.rank,
+        selector_top_k=selector.top_k,
+        output_multiplier=selector.output_multiplier,
+        softcap=selector.softcap,
+    )
 
 
 def _mask_fields(config: DrafterConfig) -> dict[str, object]:

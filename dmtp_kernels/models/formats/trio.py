@@ -11,6 +11,7 @@ from dmtp_kernels.models.checkpoint import Checkpoint, CheckpointError, check_pa
 from dmtp_kernels.models.config import DrafterConfig
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.formats.dflash import DMTP_CONFIG, DFlashCheckpoint, check_layer_ids, read_dflash
+from dmtp_kernels.models.formats.dflash2 import attach
 from dmtp_kernels.models.formats.dmtp import read_dmtp
 from dmtp_kernels.models.formats.export import save_drafter, save_mtp, save_qwen3
 from dmtp_kernels.models.formats.fields import Fields, read_json
@@ -18,8 +19,8 @@ from dmtp_kernels.models.formats.qwen3 import read_qwen3
 from dmtp_kernels.models.formats.qwen_mtp import read_mtp
 from dmtp_kernels.models.fusion import FusionModule
 
-PLAIN = "dflash"
-"""The method of a drafter that says none of its own."""
+PLAIN, SECOND = "dflash", "dflash2"
+"""The methods of drafters that say none of their own."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def read_trio(
 ) -> Checkpoint:
     """Read a dense Qwen3 target, a DFlash or DMTP drafter and Qwen3.5's MTP module, and check that they fit.
 
-    The drafter is keyed by the method that its `dmtp_config` names, `dflash` without one.
+    The drafter is keyed by the method that its `dmtp_config` names, without one `dflash` or `dflash2`.
 
     Raises:
         CheckpointError: one line that names the file, and the tensor or the sizes that do not fit.
@@ -51,7 +52,7 @@ def read_trio(
     if drafter is not None:
         method, found, fusion = _drafter(Path(drafter), dtype)
         _check_target(Path(drafter), found, model.config.vocab_size, model.config.num_layers)
-        drafters[method] = found.drafter
+        drafters[method] = found.drafter if found.dflash2 is None else attach(found.drafter, found.dflash2)
         if fusion is not None:
             fusions[method] = fusion
     module = None if mtp is None else read_mtp(mtp, dtype=dtype)
@@ -80,7 +81,7 @@ def export_trio(
         raise ValueError(f"method: no drafter {method!r}, has {', '.join(sorted(checkpoint.drafters)) or 'none'}")
     part, config = checkpoint.drafters[method], checkpoint.target.config
     plain = part.config.window is None and max(part.config.target_layers) < config.num_layers - 1
-    named = None if method == PLAIN and plain else method
+    named = None if method in (PLAIN, SECOND) and plain else method
     fusion = checkpoint.fusions.get(method)
     drafter = save_drafter(directory / "drafter", part, config, method=named, fusion=fusion, dtype=dtype)
     target = save_qwen3(directory / "target", checkpoint.target, dtype=dtype)
@@ -90,7 +91,8 @@ def export_trio(
 
 def _drafter(directory: Path, dtype: torch.dtype) -> tuple[str, DFlashCheckpoint, FusionModule | None]:
     if read_json(directory / "config.json").get(DMTP_CONFIG) is None:
-        return PLAIN, read_dflash(directory, dtype=dtype), None
+        plain = read_dflash(directory, dtype=dtype)
+        return PLAIN if plain.dflash2 is None else SECOND, plain, None
     read = read_dmtp(directory, dtype=dtype)
     return read.method, read.dflash, read.fusion
 
@@ -98,8 +100,6 @@ def _drafter(directory: Path, dtype: torch.dtype) -> tuple[str, DFlashCheckpoint
 def _check_target(directory: Path, found: DFlashCheckpoint, vocab_size: int, num_layers: int) -> None:
     config = Fields(directory / "config.json", read_json(directory / "config.json"))
     check_layer_ids(config, found.drafter.config.target_layers, num_layers)
-    if found.dflash2 is not None:
-        raise CheckpointError(f"checkpoint {directory}: is a DFlash2 drafter, whose convolutions the loop cannot run")
     if found.vocab_size != vocab_size:
         raise CheckpointError(f"checkpoint {directory}: vocab_size is {found.vocab_size}, the target's is {vocab_size}")
     if found.num_target_layers not in (None, num_layers):
