@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.models.checkpoint import load_checkpoint
 from dmtp_kernels.models.formats import Exported, export_trio, read_trio
+from dmtp_kernels.testing.models import tiny_checkpoint
 from dmtp_kernels.training.data import held_out_prompts
 
 peer: Any = pytest.importorskip("dflash.model", reason="the peer is not installed (make test-peer)")
@@ -54,21 +56,35 @@ def test_greedy_tokens_and_accepted_lengths(places: Exported, number: int, monke
     (places.drafter / "config.json").write_text(json.dumps(config | rule))
     prompt = list(held_out_prompts()[number]["text"].encode()[:50])
     monkeypatch.setattr(peer, "_cuda_time", time.perf_counter)
+    assert compare(places, "dflash", peer.DFlashDraftModel, prompt) >= 5
+
+
+# random models whose candidates are accepted now and then
+@pytest.mark.parametrize("seed", [1, 2, 4])
+def test_greedy_dflash2(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    trio = tiny_checkpoint(seed, num_layers=4, target_layers=(0, 2), window=None, vocab_size=8, num_valid=8)
+    places = export_trio(tmp_path, dataclasses.replace(trio, mtp=None), "dflash2")
+    monkeypatch.setattr(peer, "_cuda_time", time.perf_counter)
+    assert compare(places, "dflash2", peer.DFlash2DraftModel, [1, 2, 3]) >= 5
+
+
+def compare(places: Exported, method: str, kind: Any, prompt: list[int]) -> int:
+    """Both generate from the same directories; returns how many candidates were accepted."""
     theirs = peer.dflash_generate(
-        peer.DFlashDraftModel.from_pretrained(places.drafter).eval(),
+        kind.from_pretrained(places.drafter).eval(),
         transformers.Qwen3ForCausalLM.from_pretrained(places.target).eval(),
         torch.tensor([prompt]),
         max_new_tokens=NEW,
         stop_token_ids=None,
         return_stats=True,
     )
-    engine = Engine(read_trio(places.target, places.drafter), "dflash", max_batch=1, max_tokens=128, page_size=4)
+    engine = Engine(read_trio(places.target, places.drafter), method, max_batch=1, max_tokens=128, page_size=4)
     (ours,) = engine.run([Request(tuple(prompt), NEW)])
     assert ours.tokens == theirs.output_ids[0, len(prompt) :].tolist()
     # a round of theirs counts its accepted tokens and one more; the last is cut by the budget
     lengths = [0] * 8
     for length in theirs.acceptance_lengths[:-1]:
         lengths[length - 1] += 1
-    rest = [mine - their for mine, their in zip(ours.histogram, lengths, strict=False)]
+    rest = [mine - their for mine, their in zip(ours.histogram, lengths, strict=True)]
     assert sum(rest) == 1 and min(rest) == 0
-    assert sum(k * count for k, count in enumerate(ours.histogram)) >= 5
+    return sum(k * count for k, count in enumerate(ours.histogram))
