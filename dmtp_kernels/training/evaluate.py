@@ -9,7 +9,8 @@ import torch
 from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.training.data import batch, seeded
-from dmtp_kernels.training.losses import BLOCK, block_logits, cross_entropy, frozen_forward, sample_anchors
+from dmtp_kernels.training.heads import cross_entropy
+from dmtp_kernels.training.losses import BLOCK, block_logits, frozen_forward, sample_anchors
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from dmtp_kernels.decode.method import Method
 from dmtp_kernels.models.drafter import Drafter
@@ -13,6 +12,7 @@ from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
 from dmtp_kernels.models.target import Target
 from dmtp_kernels.training.attention import block_attend, block_bias, causal_attend, causal_bias
+from dmtp_kernels.training.heads import Slots, cross_entropy, head_logits, slot_losses
 
 BLOCK = 8
 GAMMA = 4.0
@@ -29,12 +29,6 @@ def target_and_mtp(target: Target, mtp: MTP, ids: torch.Tensor) -> tuple[torch.T
     return (
         cross_entropy(target.logits(hidden), ids[:, 1 : length + 1]).mean(),
         cross_entropy(target.logits(ahead), ids[:, 2:]).mean(),
-    )
-
-
-def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(
-        labels.shape
     )
 
 
@@ -71,44 +65,55 @@ def sample_anchors(rows: int, count: int, length: int, generator: torch.Generato
     return order[:, :count].sort(dim=1).values + first
 
 
-def block_logits(
+def block_slots(
     method: Method, drafter: Drafter, fusion: FusionModule | None, target: Target, batch: Frozen, anchors: torch.Tensor
-) -> tuple[torch.Tensor, int]:
-    """Logits `[B, N, n, V]` of the supervised slots at `anchors[B, N]`, and the first one's offset from the anchor.
+) -> tuple[Slots, int]:
+    """The supervised slots of blocks at `anchors[B, N]`, and the first label's offset from the anchor.
 
     The T1 slot holds the data's own token a+1; the fused hidden is MTP's output of row a-1, the one that predicts it.
     """
-    start = 0 if method.anchors == 2 or method.first == "drafter" else 1
-    supervised = 1 if method.first == "drafter" else 2
-    offsets = torch.arange(start, BLOCK)
+    start = 0 if method.block_has_anchor else 1
+    first = 1 if method.first == "drafter" else 2
+    offsets = torch.arange(start, start + method.num_slots)
     positions = anchors[..., None] + offsets  # [B, N, S]
     rows = torch.arange(anchors.shape[0])[:, None]
     embeds = target.embed_tokens.weight[drafter.config.mask_token_id].expand(*positions.shape, -1)
     slots = list(embeds.unbind(2))
     if start == 0:
         slots[0] = target.embed_tokens(batch.ids[rows, anchors])
-    if supervised == 2:
-        first = target.embed_tokens(batch.ids[rows, anchors + 1])
-        slots[1 - start] = first
+    if first == 2:
+        token = target.embed_tokens(batch.ids[rows, anchors + 1])
+        slots[1 - start] = token
         if fusion is not None:
-            fused = fusion(first, batch.ahead[rows, anchors - 1])
+            fused = fusion(token, batch.ahead[rows, anchors - 1])
             if fusion.mode == "mask_residual":
                 slots[2 - start :] = [slot + fused for slot in slots[2 - start :]]
             else:
-                slots[1 - start] = fused if fusion.mode == "replace" else first + fused
+                slots[1 - start] = fused if fusion.mode == "replace" else token + fused
     streams = {"target": batch.features, "mtp": batch.ahead}
     features = torch.cat([streams[name] for name in method.context], dim=-1)
     context = drafter.context_keys_values(features, torch.arange(features.shape[1]))
     bias = block_bias(anchors, len(offsets), features.shape[1], drafter.config.window, features.dtype)
     hidden = drafter(torch.stack(slots, dim=2), positions, block_attend(context, bias))
-    return target.logits(hidden[:, :, supervised - start :]), supervised
+    tokens = batch.ids[rows[..., None], anchors[..., None] + torch.arange(BLOCK)]  # [B, N, BLOCK]
+    ahead = batch.hidden[rows[..., None], anchors[..., None] + torch.arange(first - 1, BLOCK - 1)]
+    return Slots(hidden[:, :, method.predicting], tokens[..., first:], tokens[..., :-1], ahead), first
+
+
+def block_logits(
+    method: Method, drafter: Drafter, fusion: FusionModule | None, target: Target, batch: Frozen, anchors: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Logits `[B, N, n, V]` of the supervised slots at `anchors[B, N]`, and the first label's offset from the anchor; a
+    head that looks at earlier tokens of the round sees the data's."""
+    slots, first = block_slots(method, drafter, fusion, target, batch, anchors)
+    return head_logits(drafter, target, slots), first
 
 
 def block_loss(
     method: Method, drafter: Drafter, fusion: FusionModule | None, target: Target, batch: Frozen, anchors: torch.Tensor
 ) -> torch.Tensor:
-    """Position-decayed cross-entropy in nats against the data's tokens, weights normalised to one."""
-    logits, first = block_logits(method, drafter, fusion, target, batch, anchors)
-    labels = batch.ids.gather(1, (anchors[..., None] + torch.arange(first, BLOCK)).flatten(1)).view(logits.shape[:-1])
+    """The head's losses, position-decayed, weights normalised to one; without a head the cross-entropy in nats against
+    the data's tokens."""
+    slots, first = block_slots(method, drafter, fusion, target, batch, anchors)
     weight = torch.exp(-torch.arange(BLOCK - first) / GAMMA)
-    return (cross_entropy(logits, labels).mean((0, 1)) * (weight / weight.sum())).sum()
+    return (slot_losses(drafter, target, slots).mean((0, 1)) * (weight / weight.sum())).sum()

@@ -7,6 +7,8 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from dmtp_kernels.models.selector import CandidateSelector
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Quintic Newton-Schulz of Muon (Jordan et al. 2024): singular values end near 1, not at 1."""
 
@@ -47,6 +49,8 @@ class Optimizer:
         groups: dict[tuple[bool, tuple[int, ...]], list[nn.Parameter]] = defaultdict(list)
         for module in modules.values():
             tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+            for selector in (m for m in module.modules() if isinstance(m, CandidateSelector)):
+                tables |= {id(selector.predecessor_codebook), id(selector.successor_codebook)}
             for parameter in module.parameters():
                 is_matrix = parameter.dim() == 2 and id(parameter) not in tables
                 groups[is_matrix, tuple(parameter.shape)].append(parameter)

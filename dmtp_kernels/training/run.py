@@ -9,7 +9,7 @@ import pickle
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.models.checkpoint import load_checkpoint, save_checkpoint, write_atomically
 from dmtp_kernels.training.budget import BUDGETS, Budget
 from dmtp_kernels.training.data import Corpus, standard_library
 from dmtp_kernels.training.optim import Optimizer
-from dmtp_kernels.training.stages import STAGES, Trio, enter, losses, new_trio
+from dmtp_kernels.training.stages import DRAFTED, STAGES, Trio, enter, losses, new_trio
 
 CURVE_POINTS = 50
 THREADS = 2
@@ -37,6 +38,7 @@ def train(
     *,
     seed: int = 0,
     budget: str | Budget = "full",
+    methods: Collection[str] | None = None,
     resume: bool = True,
     progress: bool = True,
     log: Callable[[str], None] = print,
@@ -44,20 +46,26 @@ def train(
     """Train the trio from scratch and return the path of `tiny.safetensors`, with `tiny.json` beside it.
 
     `out_dir` also keeps `state.pt`, from which a killed run continues to the same bits when `resume`. The same seed,
-    interpreter, torch build and processor give the same weights. Raises TrainingError when the directory cannot be
-    written or holds the state of another run.
+    interpreter, torch build and processor give the same weights. The last stage trains `methods`, by default those that
+    ship. Raises TrainingError when the directory cannot be written or holds the state of another run.
     """
     out = Path(out_dir)
     if isinstance(budget, str) and budget not in BUDGETS:
         raise TrainingError(f"training: budget is {budget!r}, must be one of {', '.join(BUDGETS)}")
     if not 0 <= seed < 2**31:
         raise TrainingError(f"training: seed is {seed}, must be between 0 and {2**31 - 1}")
+    chosen = tuple(DRAFTED) if methods is None else tuple(methods)
+    for name in chosen:
+        if name not in METHODS or METHODS[name].drafter is None:
+            raise TrainingError(f"training: {name!r} is not a method with a drafter")
+    if not chosen:
+        raise TrainingError("training: methods names none")
     plan = BUDGETS[budget] if isinstance(budget, str) else budget
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     try:
         with torch.random.fork_rng(devices=[]):
-            return _Run(out, seed, plan, standard_library(), progress, log).run(resume)
+            return _Run(out, seed, plan, chosen, standard_library(), progress, log).run(resume)
     except OSError as error:
         raise TrainingError(f"training: cannot write {error.filename or out}: {error.strerror or error}") from error
     finally:
@@ -66,14 +74,23 @@ def train(
 
 class _Run:
     def __init__(
-        self, out: Path, seed: int, budget: Budget, corpus: Corpus, progress: bool, log: Callable[[str], None]
+        self,
+        out: Path,
+        seed: int,
+        budget: Budget,
+        methods: tuple[str, ...],
+        corpus: Corpus,
+        progress: bool,
+        log: Callable[[str], None],
     ) -> None:
-        self.out, self.seed, self.budget, self.corpus, self.log = out, seed, budget, corpus, log
+        self.out, self.seed, self.budget, self.methods, self.corpus, self.log = out, seed, budget, methods, corpus, log
         self.bar = progress and sys.stderr.isatty()
         self.curves: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in STAGES}
         self.sums: dict[str, float] = {}
         self.elapsed = 0.0
         self.key = {"seed": seed, "budget": asdict(budget), "data": corpus.digest}
+        if methods != tuple(DRAFTED):
+            self.key["methods"] = list(methods)
 
     def run(self, resume: bool) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +103,7 @@ class _Run:
         trio = new_trio()
         for index in range(len(STAGES)):
             torch.manual_seed(self.seed + index)
-            modules = enter(trio, index)
+            modules = enter(trio, index, self.methods)
             if index < first:
                 continue
             if saved and index == first:

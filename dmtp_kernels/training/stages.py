@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -66,8 +66,9 @@ def new_trio() -> Trio:
     return Trio(target.bfloat16(), mtp.bfloat16())
 
 
-def enter(trio: Trio, stage: int) -> dict[str, nn.Module]:
-    """Build the modules a stage adds, from what the previous stage left, and return those it trains."""
+def enter(trio: Trio, stage: int, methods: Collection[str] = tuple(DRAFTED)) -> dict[str, nn.Module]:
+    """Build the modules a stage adds, from what the previous stage left, and return those it trains; the last stage
+    trains `methods`."""
     if stage == 0:
         return {"target": trio.target, "mtp": trio.mtp}
     for frozen in (trio.target, trio.mtp):
@@ -80,7 +81,9 @@ def enter(trio: Trio, stage: int) -> dict[str, nn.Module]:
         trio.drafters["dflash"] = drafter.bfloat16()
         return {"drafters.dflash": trio.drafters["dflash"]}
     dflash = trio.drafters["dflash"]
-    for name, method in DRAFTED.items():
+    trio.drafters = {}
+    for name in methods:
+        method = METHODS[name]
         trio.drafters[name] = _continued(dflash, method)
         if method.fusion != "none":
             trio.fusions[name] = _new_fusion(method, trio.target)
@@ -98,11 +101,11 @@ def losses(trio: Trio, stage: int, step: int, *, corpus: Corpus, budget: Budget,
         yield "mtp", mtp.detach()
         return
     ids = batch(corpus.train, budget.rows, budget.length + 1, seed, stage, step)
-    layers = trio.drafters["dflash"].config.target_layers
+    layers = next(iter(trio.drafters.values())).config.target_layers
     seen = frozen_forward(trio.target, trio.mtp, ids, layers, with_mtp=stage == 2)
     anchors = sample_anchors(budget.rows, budget.anchors, budget.length, seeded(seed, stage, step, 1))
     for name, drafter in trio.drafters.items():
-        yield name, block_loss(DRAFTED[name], drafter, trio.fusions.get(name), trio.target, seen, anchors)
+        yield name, block_loss(METHODS[name], drafter, trio.fusions.get(name), trio.target, seen, anchors)
 
 
 def _silence_branches(module: Target | MTP | Drafter) -> None:
@@ -113,7 +116,7 @@ def _silence_branches(module: Target | MTP | Drafter) -> None:
 
 
 def _continued(dflash: Drafter, method: Method) -> Drafter:
-    drafter = Drafter(drafter_config(method.context)).bfloat16()
+    drafter = Drafter(drafter_config(method.context, method.parts, method.block)).bfloat16()
     state = {name: tensor.clone() for name, tensor in dflash.state_dict().items()}
     width = dflash.config.layer.hidden_size
     fc = state["fc.weight"]
@@ -122,7 +125,8 @@ def _continued(dflash: Drafter, method: Method) -> Drafter:
     elif method.context == ("mtp",):
         # the MTP output is closest to the target's last layer
         state["fc.weight"] = fc[:, -width:].contiguous()
-    drafter.load_state_dict(state)
+    # what DFlash does not have keeps its start, with which it changes nothing
+    drafter.load_state_dict({**drafter.state_dict(), **state})
     return drafter
 
 
