@@ -357,6 +357,10 @@ def test_sizes_that_no_tensor_has(tmp_path: Path, kind: str) -> None:
         refused(tmp_path, kind)
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
         tracemalloc.stop()
+    # products beyond 2**63
+    (tmp_path / "config.json").write_text(good)
+    edit_config(tmp_path, lambda c: c.update(head_dim=2**31 - 8, num_attention_heads=2**31 - 8))
+    refused(tmp_path, kind, "its configuration is not a model")
 
 
 def _top(**values: Any) -> Callable[[dict[str, Any]], object]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from dmtp_kernels.models.checkpoint import CheckpointError
 from dmtp_kernels.models.config import DrafterConfig, LayerConfig, MaskRule
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.formats import dflash2
@@ -86,11 +85,7 @@ def load(
 ) -> tuple[Drafter, DFlash2 | None]:
     """The drafter's tensors and those of DFlash2."""
     files.check_layers("layers.", config.num_layers)
-    try:
-        with torch.device("meta"):
-            drafter = Drafter(config)
-    except (RuntimeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {files.directory}: its configuration is not a model ({error})") from error
+    drafter = files.build(Drafter, config)
     files.fill(drafter, "", dtype)
     if extra is None:
         return drafter, None

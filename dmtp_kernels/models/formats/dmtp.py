@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from dmtp_kernels.models.checkpoint import CheckpointError
 from dmtp_kernels.models.config import DrafterConfig
 from dmtp_kernels.models.formats.dflash import DMTP_CONFIG, DMTP_PREFIX, DFlashCheckpoint, load, open_dflash, parse
 from dmtp_kernels.models.formats.fields import Fields, read_json
+from dmtp_kernels.models.formats.files import TensorFiles
 from dmtp_kernels.models.fusion import MODES, FusionModule
 
 VERSION = 1
@@ -47,7 +47,7 @@ def read_dmtp(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> D
         if not isinstance(method, str) or not method.isidentifier():
             ours.wrong("method", "the name of a method")
         drafter, found = load(files, drafter_config, extra, vocab_size, dtype)
-        fusion = _fusion(ours, drafter_config.layer.hidden_size)
+        fusion = _fusion(files, ours, drafter_config.layer.hidden_size)
         if fusion is not None:
             files.fill(fusion, DMTP_PREFIX, dtype)
         files.finish()
@@ -65,18 +65,14 @@ def _windowed(ours: Fields, config: DrafterConfig) -> DrafterConfig:
     return replace(config, window=ours.integer("window", least=0), layer_masks=())
 
 
-def _fusion(ours: Fields, width: int) -> FusionModule | None:
+def _fusion(files: TensorFiles, ours: Fields, width: int) -> FusionModule | None:
     if not ours.given("fusion"):
         return None
     fields = ours.section("fusion")
     fields.known(("mode", "eps", "rank"))
     mode, eps = fields.word("mode", MODES), fields.number("eps")
-    low = mode == "residual_low_rank"
-    try:
-        with torch.device("meta"):
-            return FusionModule(mode, width, eps, **({"rank": fields.integer("rank")} if low else {}))
-    except RuntimeError as error:
-        raise CheckpointError(f"checkpoint {ours.file}: its fusion is not a module ({error})") from error
+    rank = {"rank": fields.integer("rank")} if mode == "residual_low_rank" else {}
+    return files.build(FusionModule, mode, width, eps, **rank)
 
 
 def dmtp_fields(method: str, window: int | None, fusion: FusionModule | None) -> dict[str, object]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _FLOATS = {"F64", "F32", "BF16", "F16"}
 _BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
 _MOST_SHARDS = 4096
+M = TypeVar("M", bound=nn.Module)
 
 
 def _as_stored(name: str) -> str:
@@ -92,6 +93,17 @@ class TensorFiles:
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"checkpoint {path}: tensor {stored} holds values that are not finite")
         return tensor
+
+    def build(self, kind: Callable[..., M], *arguments: Any, **options: Any) -> M:
+        """A module on the meta device. Raises CheckpointError on sizes that no tensor can have."""
+        try:
+            with torch.device("meta"):
+                return kind(*arguments, **options)
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"checkpoint {self.directory}: its configuration is not a model ({reason})"
+            ) from error
 
     def fill(self, module: nn.Module, prefix: str, dtype: torch.dtype, skip: Collection[str] = ()) -> None:
         """Load every tensor of a module that lives on the meta device, from `prefix` + its name, in eval mode and

@@ -30,11 +30,7 @@ def read_qwen3(directory: str | Path, *, dtype: torch.dtype = torch.float32, num
     with TensorFiles(directory, _canonical) as files:
         config = _parse(Fields(directory / "config.json", read_json(directory / "config.json")), num_valid)
         files.check_layers("layers.", config.num_layers)
-        try:
-            with torch.device("meta"):
-                target = Target(config)
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"checkpoint {directory}: its configuration is not a model ({error})") from error
+        target = files.build(Target, config)
         files.fill(target, "", dtype, skip=(HEAD,) if config.tie_embeddings else ())
         if config.tie_embeddings:
             embedding = target.embed_tokens.weight

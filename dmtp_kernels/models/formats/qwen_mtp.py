@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from dmtp_kernels.models.checkpoint import CheckpointError
 from dmtp_kernels.models.config import MTPConfig
 from dmtp_kernels.models.formats.fields import Fields, read_json
 from dmtp_kernels.models.formats.files import TensorFiles
@@ -32,11 +31,7 @@ def read_mtp(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> MT
     with TensorFiles(directory) as files:
         config = _parse(Fields(directory / "config.json", read_json(directory / "config.json")))
         files.check_layers("mtp.layers.", config.num_layers)
-        try:
-            with torch.device("meta"):
-                mtp = MTP(config)
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(f"checkpoint {directory}: its configuration is not a model ({error})") from error
+        mtp = files.build(MTP, config)
         files.fill(mtp, "mtp.", dtype)
         files.finish(lambda name: not name.startswith("mtp."))
     return mtp
