@@ -171,12 +171,14 @@ def train(
     out: Annotated[Path, typer.Option(help="run directory: training state, then the checkpoint")] = Path("runs/tiny"),
     seed: Annotated[int, typer.Option(help="seed of weights and data order")] = 0,
     budget: Annotated[str, typer.Option(help="full, or smoke for a few steps of every stage")] = "full",
+    methods: Annotated[str, typer.Option(help="drafted methods, comma-separated (default: all shipped)")] = "",
     resume: Annotated[bool, typer.Option(help="go on where an interrupted run in the directory stopped")] = True,
 ) -> None:
     """Train the embedded checkpoint from scratch on the standard library's sources."""
     from dmtp_kernels.training.run import train as run_training
 
-    print(run_training(out, seed=seed, budget=budget, resume=resume))
+    names = [name.strip() for name in methods.split(",") if name.strip()] or None
+    print(run_training(out, seed=seed, budget=budget, methods=names, resume=resume))
 
 
 @app.command()
