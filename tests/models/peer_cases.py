@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,7 @@ from tests.models.public_cases import randomise
 
 def save(directory: Path, case: dict[str, Any], seed: int, kind: str = "DFlashDraftModel") -> Any:
     """The peer's model with random weights, saved by the peer and loaded by the peer."""
-    import dflash.model as peer
-    import transformers
-
+    peer, transformers = import_module("dflash.model"), import_module("transformers")
     model = getattr(peer, kind)(transformers.Qwen3Config(**case))
     randomise(model, seed)
     model.save_pretrained(directory)
@@ -27,8 +26,7 @@ def save(directory: Path, case: dict[str, Any], seed: int, kind: str = "DFlashDr
 def peer_block(model: Any, features: torch.Tensor, embeds: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """The peer's hidden of a block; context rows come in `chunks`, the block being drafted anew after each and cut
     off again, as its own generation does."""
-    import dflash.model as peer
-
+    peer = import_module("dflash.model")
     cache, start = peer._make_cache(model.config), 0
     for count in chunks:
         stop = start + count
