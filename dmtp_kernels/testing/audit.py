@@ -17,6 +17,7 @@ from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.round import Draft, RoundResult
 from dmtp_kernels.decode.stack import Stack
 from dmtp_kernels.decode.state import BatchState
+from dmtp_kernels.models.config import MaskRule
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.layers import Attend
 
@@ -202,18 +203,30 @@ def audit_draft(engine: Engine, row: int, tokens: list[int], draft: Draft, fusio
 
 
 def _dense_draft(engine: Engine, truth: Truth, embeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Drafter over one block: every slot sees the last `window` context rows before the anchor and the whole block."""
+    """Drafter over one block, each layer under its own rule."""
     drafter = engine.stack.drafter
     assert drafter is not None
-    window = drafter.config.window
-    start = 0 if window is None else max(0, truth.length - window)
+    config = drafter.config
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k = torch.cat([truth.context_k[layer][start:], k])
-        v = torch.cat([truth.context_v[layer][start:], v])
-        return dense_attend(torch.ones(q.shape[0], k.shape[0], dtype=torch.bool))(layer, q, k, v)
+        k, v = torch.cat([truth.context_k[layer], k]), torch.cat([truth.context_v[layer], v])
+        return dense_attend(block_mask(config.mask(layer), truth.length, q.shape[0]))(layer, q, k, v)
 
     return drafter(embeds, positions, attend)
+
+
+def block_mask(rule: MaskRule, length: int, slots: int) -> torch.Tensor:
+    """`[slots, length + slots]`, True where a slot sees a row: `length` context rows, then the block's."""
+    row = torch.arange(length + slots)
+    slot = length + torch.arange(slots)[:, None]
+    seen = torch.ones(slots, length + slots, dtype=torch.bool)
+    if rule.causal:
+        seen &= row <= slot
+    if rule.window is not None and rule.window_ref == "anchor":
+        seen &= row >= length - rule.window
+    elif rule.window is not None:
+        seen &= (slot - row).abs() < rule.window if not rule.causal else slot - row < rule.window
+    return seen
 
 
 def _audit_chain(engine: Engine, truth: Truth, candidates: list[int]) -> list[str]:

@@ -11,11 +11,14 @@ import torch
 
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.request import Request
-from dmtp_kernels.models import Drafter
+from dmtp_kernels.models import MTP, Drafter, MTPConfig
 from dmtp_kernels.models.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from dmtp_kernels.models.config import LayerConfig, MaskRule
 from dmtp_kernels.models.formats import export_trio, read_trio, save_drafter
+from dmtp_kernels.testing.audit import Auditor
 from dmtp_kernels.testing.models import tiny_checkpoint
 from tests.models.format_cases import dflash2, edit_config
+from tests.models.public_cases import randomise
 
 PROMPTS = ((1, 2, 3), (7,), (5, 4, 3, 2, 1, 0, 10))
 
@@ -119,6 +122,34 @@ def test_sliding_layers_in_the_loop(tmp_path: Path) -> None:
     slid, full = decoded(read, "dflash"), decoded(trio, "dflash")
     assert [tokens for tokens, _ in slid] == [tokens for tokens, _ in full]
     assert slid != full
+
+
+GATED = LayerConfig(32, 48, 4, 2, 16, rotary_dim=4, gated=True, gemma_norm=True)
+MASKS = {
+    "sliding causal": (MaskRule(3, "query", True), MaskRule(None)),
+    "sliding both ways": (MaskRule(4, "query"), MaskRule(20, "query")),
+    "from the anchor, causal": (MaskRule(5, "anchor", True), MaskRule(0, "anchor")),
+    "causal": (MaskRule(None, causal=True),) * 2,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["dmtp", "dflash", "mtp3"])
+@pytest.mark.parametrize("rule", MASKS)
+def test_every_state_of_the_loop_with_a_gated_mtp_and_masks_of_layers(method: str, rule: str) -> None:
+    trio = tiny_checkpoint(7, window=None)
+    mtp = MTP(MTPConfig(GATED))
+    randomise(mtp, 1)
+    trio.mtp = mtp.eval().requires_grad_(False)
+    for name in ("dmtp", "dflash"):
+        part = trio.drafters[name]
+        part.config = dataclasses.replace(part.config, layer_masks=MASKS[rule])
+    plain = [tokens for tokens, _ in decoded(trio, "autoregressive")]
+    engine = Engine(trio, method, max_batch=len(PROMPTS), max_tokens=80, page_size=4, prefill_chunk=5)
+    auditor = Auditor(engine, trio.fusions.get(method))
+    done = engine.run(Request(prompt, 40, temperature=0.7, seed=i) for i, prompt in enumerate(PROMPTS))
+    assert auditor.findings == [] and auditor.rounds > 10
+    assert [completion.tokens for completion in done] == plain
 
 
 def test_weights_are_the_asked_dtype(tmp_path: Path) -> None:
