@@ -16,6 +16,7 @@ from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
 from dmtp_kernels.bench.cli import bench_app
 from dmtp_kernels.cli_formats import (
+    BlockOption,
     DrafterOption,
     IdsOption,
     MTPOption,
@@ -62,6 +63,7 @@ def generate(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     mtp: MTPOption = None,
+    block_size: BlockOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a prompt, printing text as it is produced."""
@@ -71,7 +73,7 @@ def generate(
     if not 1 <= batch <= MOST_ROWS:
         raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
     chosen = get_method(method)
-    models = load_models(checkpoint, chosen, target, drafter, mtp)
+    models = load_models(checkpoint, chosen, target, drafter, mtp, block_size)
     vocabulary = models.target.config.vocab_size
     if ids is None and target is not None and vocabulary != TARGET.vocab_size:
         raise ValueError(f"prompt: is text, must be --ids for a model of {vocabulary} tokens that are not bytes")

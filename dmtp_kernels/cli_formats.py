@@ -20,6 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TargetOption = Annotated[Path | None, typer.Option(help="directory of a dense Qwen3 target, in place of a trio")]
 DrafterOption = Annotated[Path | None, typer.Option(help="directory of a DFlash or DMTP drafter for it")]
 MTPOption = Annotated[Path | None, typer.Option(help="directory whose mtp.* tensors are its MTP module")]
+BlockOption = Annotated[int | None, typer.Option(help="slots of the drafter's block, fewer than it was trained with")]
 IdsOption = Annotated[
     str | None, typer.Option(help="the prompt as token ids, 1,2,3, for a model that reads no bytes; prints ids")
 ]
@@ -42,16 +43,21 @@ def export_command(
 
 
 def load_models(
-    checkpoint: Path | None, method: Method, target: Path | None, drafter: Path | None, mtp: Path | None
+    checkpoint: Path | None,
+    method: Method,
+    target: Path | None,
+    drafter: Path | None,
+    mtp: Path | None,
+    block_size: int | None,
 ) -> Checkpoint:
     """The trio's file, or the directories. Raises ValueError on a mix of both."""
     if target is None:
-        if drafter is not None or mtp is not None:
-            raise ValueError("target: is missing, must be given with --drafter or --mtp")
+        if drafter is not None or mtp is not None or block_size is not None:
+            raise ValueError("target: is missing, must be given with --drafter, --mtp or --block-size")
         return load_checkpoint(checkpoint, drafters=[method.drafter] if method.drafter else [])
     if checkpoint is not None:
         raise ValueError("checkpoint: give --checkpoint or --target, not both")
-    return read_trio(target, drafter, mtp)
+    return read_trio(target, drafter, mtp, block_size=block_size)
 
 
 def parse_ids(text: str) -> tuple[int, ...]:

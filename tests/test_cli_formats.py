@@ -56,6 +56,8 @@ def test_bad_input_is_one_line(exported: tuple[Path, Path], tmp_path: Path) -> N
         (("export", "--output", tmp_path, "--dtype", "int8"), "dtype: is 'int8'"),
         (("export", "--output", path), str(path)),
         (("generate", "x", "--drafter", out / "drafter"), "target: is missing"),
+        (("generate", "x", "--block-size", 8), "target: is missing"),
+        (("generate", "x", "--target", out / "target", "--drafter", out / "drafter", "--block-size", 9), "drafter's 8"),
         (("generate", "x", "--target", out / "target", "--checkpoint", path), "not both"),
         (("generate", "x", "--target", out / "target"), "has no MTP module"),
         (("generate", "x", "--target", out / "drafter"), "architectures is ['DFlashDraftModel']"),

@@ -92,6 +92,8 @@ def block_slots(
                 slots[1 - start] = fused if fusion.mode == "replace" else token + fused
     streams = {"target": batch.features, "mtp": batch.ahead}
     features = torch.cat([streams[name] for name in method.context], dim=-1)
+    if drafter.config.layer_masks:
+        raise ValueError("drafter: has mask rules of single layers, training knows one window for all")
     context = drafter.context_keys_values(features, torch.arange(features.shape[1]))
     bias = block_bias(anchors, len(offsets), features.shape[1], drafter.config.window, features.dtype)
     hidden = drafter(torch.stack(slots, dim=2), positions, block_attend(context, bias))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,20 @@ def test_greedy_tokens_and_accepted_lengths(places: Exported, number: int, monke
     assert compare(places, "dflash", peer.DFlashDraftModel, prompt) >= 5
 
 
+def test_a_block_shorter_than_trained(places: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(places.drafter, tmp_path / "drafter")
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    for section in (config, config["dflash_config"]):
+        section["block_size"] = 16
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    longer = Exported(places.target, None, tmp_path / "drafter")
+    monkeypatch.setattr(peer, "_cuda_time", time.perf_counter)
+    prompt = list(held_out_prompts()[7]["text"].encode()[:50])
+    with pytest.raises(ValueError, match="has blocks of 16 slots"):
+        compare(longer, "dflash", peer.DFlashDraftModel, prompt)
+    assert compare(longer, "dflash", peer.DFlashDraftModel, prompt, block_size=8) >= 5
+
+
 # random models whose candidates are accepted now and then
 @pytest.mark.parametrize("seed", [1, 2, 4])
 def test_greedy_dflash2(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +83,7 @@ def test_greedy_dflash2(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPat
     assert compare(places, "dflash2", peer.DFlash2DraftModel, [1, 2, 3]) >= 5
 
 
-def compare(places: Exported, method: str, kind: Any, prompt: list[int]) -> int:
+def compare(places: Exported, method: str, kind: Any, prompt: list[int], block_size: int | None = None) -> int:
     """Both generate from the same directories; returns how many candidates were accepted."""
     theirs = peer.dflash_generate(
         kind.from_pretrained(places.drafter).eval(),
@@ -76,9 +91,11 @@ def compare(places: Exported, method: str, kind: Any, prompt: list[int]) -> int:
         torch.tensor([prompt]),
         max_new_tokens=NEW,
         stop_token_ids=None,
+        block_size=block_size,
         return_stats=True,
     )
-    engine = Engine(read_trio(places.target, places.drafter), method, max_batch=1, max_tokens=128, page_size=4)
+    trio = read_trio(places.target, places.drafter, block_size=block_size)
+    engine = Engine(trio, method, max_batch=1, max_tokens=128, page_size=4)
     (ours,) = engine.run([Request(tuple(prompt), NEW)])
     assert ours.tokens == theirs.output_ids[0, len(prompt) :].tolist()
     # a round of theirs counts its accepted tokens and one more; the last is cut by the budget

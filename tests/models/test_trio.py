@@ -94,6 +94,15 @@ def test_a_dflash2_checkpoint_is_the_drafter_that_runs(tmp_path: Path, named: bo
         save_drafter(tmp_path, part, trio.target.config, method="dflash2")
 
 
+def test_a_block_is_only_ever_shortened(tmp_path: Path) -> None:
+    places = export_trio(tmp_path, tiny_checkpoint(5), "dmtp")
+    read = read_trio(places.target, places.drafter, places.mtp, block_size=4)
+    assert read.drafters["dmtp"].config.block_size == 4
+    for size in (1, 9):
+        with pytest.raises(ValueError, match=f"block_size: is {size}, must be between 2 and the drafter's 8"):
+            read_trio(places.target, places.drafter, places.mtp, block_size=size)
+
+
 def test_a_method_without_a_drafter_is_not_exported(tmp_path: Path) -> None:
     trio = tiny_checkpoint(5)
     for method in ("mtp3", "nothing"):

@@ -11,6 +11,7 @@ from torch import nn
 
 from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.models.checkpoint import Checkpoint
+from dmtp_kernels.models.config import MaskRule
 from dmtp_kernels.testing.models import tiny_checkpoint
 from dmtp_kernels.training.data import seeded
 from dmtp_kernels.training.losses import (
@@ -132,6 +133,14 @@ def test_loss_is_the_decayed_cross_entropy_of_the_same_positions(
             weights += math.exp(-i / GAMMA)
     loss = block_loss(METHODS[name], drafter, fusion, trio.target, seen, anchors)
     assert loss.item() == pytest.approx(total / weights, rel=1e-5)
+
+
+def test_masks_of_single_layers_are_not_trained(ids: torch.Tensor) -> None:
+    trio = tiny_checkpoint(7, window=None)
+    drafter = trio.drafters["dflash"]
+    drafter.config = replace(drafter.config, layer_masks=(MaskRule(None, causal=True),) * 2)
+    with pytest.raises(ValueError, match="has mask rules of single layers"):
+        _logits(trio, "dflash", _seen(trio, ids))
 
 
 def test_target_predicts_one_ahead_and_mtp_two(trio: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,13 +38,16 @@ def read_trio(
     mtp: str | Path | None = None,
     *,
     dtype: torch.dtype = torch.float32,
+    block_size: int | None = None,
 ) -> Checkpoint:
     """Read a dense Qwen3 target, a DFlash or DMTP drafter and Qwen3.5's MTP module, and check that they fit.
 
-    The drafter is keyed by the method that its `dmtp_config` names, without one `dflash` or `dflash2`.
+    The drafter is keyed by the method that its `dmtp_config` names, without one `dflash` or `dflash2`. `block_size`
+    runs one in blocks shorter than it was trained with.
 
     Raises:
         CheckpointError: one line that names the file, and the tensor or the sizes that do not fit.
+        ValueError: `block_size` is longer than the drafter's.
     """
     model = read_qwen3(target, dtype=dtype)
     drafters: dict[str, Drafter] = {}
@@ -53,6 +56,8 @@ def read_trio(
         method, found, fusion = _drafter(Path(drafter), dtype)
         _check_target(Path(drafter), found, model.config.vocab_size, model.config.num_layers)
         drafters[method] = found.drafter if found.dflash2 is None else attach(found.drafter, found.dflash2)
+        if block_size is not None:
+            _shorten(drafters[method], block_size)
         if fusion is not None:
             fusions[method] = fusion
     module = None if mtp is None else read_mtp(mtp, dtype=dtype)
@@ -87,6 +92,13 @@ def export_trio(
     target = save_qwen3(directory / "target", checkpoint.target, dtype=dtype)
     mtp = None if checkpoint.mtp is None else save_mtp(directory / "mtp", checkpoint.mtp, config, dtype=dtype)
     return Exported(target, mtp, drafter)
+
+
+def _shorten(drafter: Drafter, block_size: int) -> None:
+    trained = drafter.config.block_size
+    if not 2 <= block_size <= trained:
+        raise ValueError(f"block_size: is {block_size}, must be between 2 and the drafter's {trained}")
+    drafter.config = replace(drafter.config, block_size=block_size)
 
 
 def _drafter(directory: Path, dtype: torch.dtype) -> tuple[str, DFlashCheckpoint, FusionModule | None]:
