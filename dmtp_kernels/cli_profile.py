@@ -13,10 +13,11 @@ from rich.console import Console
 
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
+from dmtp_kernels._files import check_file
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.decode.profile import WARMUP, profile_methods
-from dmtp_kernels.decode.profile_files import TRACE_SUFFIXES, check_file, figure_class, plot_stages, trace_rounds
+from dmtp_kernels.decode.profile_files import TRACE_SUFFIXES, figure_class, plot_stages, trace_rounds
 from dmtp_kernels.decode.profile_table import beside, overhead_table, own_share
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method

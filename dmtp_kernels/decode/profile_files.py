@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from dmtp_kernels._files import replacing
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.profile import WARMUP
 from dmtp_kernels.decode.request import Request
@@ -29,34 +27,6 @@ COLORS = {
     "advance": "#17becf",
 }
 """Colour of a stage's bars."""
-
-
-def check_file(option: str, path: Path, suffixes: Sequence[str]) -> None:
-    """See that a file of that name can be written, before anything is measured.
-
-    Raises:
-        ValueError: another suffix, or no directory to write to.
-    """
-    if not path.name.endswith(tuple(suffixes)) or path.name in suffixes:
-        raise ValueError(f"{option}: is {path}, must end in {' or '.join(suffixes)}")
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{option}: is {path}, must be a file in a directory that exists and can be written")
-
-
-@contextmanager
-def replacing(option: str, path: Path) -> Iterator[Path]:
-    """A file to write, which becomes `path` if nothing fails; else nothing is left of it.
-
-    Raises:
-        ValueError: the system refuses; names the option.
-    """
-    try:
-        # a directory: the profiler has temporary files of its own beside what it writes
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as directory:
-            yield Path(directory, path.name)
-            os.replace(Path(directory, path.name), path)
-    except OSError as error:
-        raise ValueError(f"{option}: cannot write {path}: {error.strerror or error}") from error
 
 
 @torch.no_grad()
