@@ -29,7 +29,7 @@ def read_mtp(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> MT
     """
     directory = Path(directory)
     with TensorFiles(directory) as files:
-        config = _parse(Fields(directory / "config.json", read_json(directory / "config.json")))
+        config = parse(Fields(directory / "config.json", read_json(directory / "config.json")))
         files.check_layers("mtp.layers.", config.num_layers)
         mtp = files.build(MTP, config)
         files.fill(mtp, "mtp.", dtype)
@@ -37,7 +37,8 @@ def read_mtp(directory: str | Path, *, dtype: torch.dtype = torch.float32) -> MT
     return mtp
 
 
-def _parse(config: Fields) -> MTPConfig:
+def parse(config: Fields) -> MTPConfig:
+    """Configuration of the module, of a whole model or of its text part."""
     if config.values.get("model_type") in _EXPERTS:
         config.fail(
             f"model_type is {config.values['model_type']!r}: its MTP module routes to experts, which this library's "
