@@ -84,12 +84,24 @@ def define_op(
     # the dispatcher takes None for `Tensor`
     required = tuple((i, a.name) for i, a in enumerate(functional._schema.arguments) if str(a.type) == "Tensor")
 
+    mutated = tuple(
+        (i, a.name)
+        for i, a in enumerate(functional._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    )
+
     def check_all(*values: Any) -> None:
         for i, label in required:
             if values[i] is None:
                 hint = f" ({none_hints[label]})" if none_hints and label in none_hints else ""
                 raise TypeError(f"{label}: is None, must be a tensor{hint}")
         check(*values)
+        for i, label in mutated:
+            if isinstance(values[i], torch.Tensor):
+                _check_repeats(label, values[i])
+            else:
+                for j, tensor in enumerate(values[i] or ()):
+                    _check_repeats(f"{label}[{j}]", tensor)
 
     def bind(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         # the dispatcher drops arguments that equal their default
@@ -287,9 +299,15 @@ def _check_outputs(
     name: str, labels: Sequence[str], outputs: list[Any], wanted: Sequence[Shape], device: torch.device
 ) -> None:
     for label, got, (shape, dtype) in zip(labels, outputs, wanted, strict=True):
+        if not isinstance(got, torch.Tensor):
+            raise TypeError(f"{name}_out: {label} is {_kind(got)}, must be a tensor")
         if tuple(got.shape) != tuple(shape) or got.dtype != dtype:
             raise ValueError(f"{name}_out: {label} is {tuple(got.shape)} {got.dtype}, must be {tuple(shape)} {dtype}")
-        if any(size > 1 and stride == 0 for size, stride in zip(got.shape, got.stride(), strict=True)):
-            raise ValueError(f"{name}_out: {label} has strides {got.stride()}, must not repeat elements (stride 0)")
+        _check_repeats(f"{name}_out: {label}", got, " has")
         if got.device != device:
             raise ValueError(f"{name}_out: {label} is on {got.device}, must be on {device} like the inputs")
+
+
+def _check_repeats(label: str, written: torch.Tensor, verb: str = ": has") -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(written.shape, written.stride(), strict=True)):
+        raise ValueError(f"{label}{verb} strides {written.stride()}, must not repeat elements (stride 0)")

@@ -35,7 +35,10 @@ bool put_tensor(std::string& out, const at::Tensor& tensor) {
   return true;
 }
 
-bool put_value(std::string& out, PyObject* value) {
+// The inputs and outputs of a call, their lists, the tensors in these.
+constexpr int kDeepest = 3;
+
+bool put_value(std::string& out, PyObject* value, int depth) {
   if (THPVariable_Check(value)) {
     out += 'T';
     return put_tensor(out, THPVariable_Unpack(value));
@@ -70,12 +73,12 @@ bool put_value(std::string& out, PyObject* value) {
     out.append(text, size);
     return true;
   }
-  if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+  if (depth < kDeepest && (PyList_CheckExact(value) || PyTuple_CheckExact(value))) {
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
     out += PyList_CheckExact(value) ? 'L' : 'U';
     put(out, size);
     for (Py_ssize_t i = 0; i < size; ++i) {
-      if (!put_value(out, PySequence_Fast_GET_ITEM(value, i))) {
+      if (!put_value(out, PySequence_Fast_GET_ITEM(value, i), depth + 1)) {
         return false;
       }
     }
@@ -86,19 +89,26 @@ bool put_value(std::string& out, PyObject* value) {
 
 std::optional<py::bytes> signature(const py::list& values) {
   std::string out;
-  if (!put_value(out, values.ptr())) {
+  if (!put_value(out, values.ptr(), 0)) {
     return std::nullopt;
   }
   return py::bytes(out);
 }
 
 py::list allocate(const py::list& wanted, const py::object& device) {
+  if (!THPDevice_Check(device.ptr())) {
+    throw py::type_error("device: must be a torch.device");
+  }
   const at::Device on = reinterpret_cast<THPDevice*>(device.ptr())->device;
   py::list out;
   for (const auto& one : wanted) {
     const auto pair = py::reinterpret_borrow<py::tuple>(one);
     const py::tuple sizes = pair[0];
-    const auto dtype = reinterpret_cast<THPDtype*>(py::object(pair[1]).ptr())->scalar_type;
+    const py::object kind = pair[1];
+    if (!THPDtype_Check(kind.ptr())) {
+      throw py::type_error("wanted: each entry must be a shape and a torch.dtype");
+    }
+    const auto dtype = reinterpret_cast<THPDtype*>(kind.ptr())->scalar_type;
     std::vector<int64_t> shape;
     for (const auto& size : sizes) {
       shape.push_back(size.cast<int64_t>());

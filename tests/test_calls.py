@@ -11,6 +11,7 @@ import torch
 from dmtp_kernels import _calls, backends
 from dmtp_kernels._calls import Passed, allocate
 from dmtp_kernels.ops.accept import accept_prefix
+from dmtp_kernels.ops.commit_kv import commit_kv
 from dmtp_kernels.ops.sample import sample_rows
 from dmtp_kernels.testing.capture import CaptureError, capture_safe
 
@@ -79,8 +80,8 @@ def test_signature_is_the_same_for_other_data_and_other_offsets() -> None:
 @needs_module
 @pytest.mark.parametrize(
     "value",
-    [2**63, torch.zeros(2, 2).to_sparse(), {"a": 1}, object(), torch.float32, [1, object()]],
-    ids=["large", "sparse", "dict", "object", "dtype", "inner"],
+    [2**63, torch.zeros(2, 2).to_sparse(), {"a": 1}, object(), torch.float32, [1, object()], [[[1]]]],
+    ids=["large", "sparse", "dict", "object", "dtype", "inner", "deep"],
 )
 def test_what_has_no_signature_is_checked_every_time(value: Any) -> None:
     seen: list[Any] = []
@@ -163,3 +164,50 @@ def test_outputs_carry_no_gradient(module: str) -> None:
         assert torch.is_grad_enabled()
     first = found[0] if isinstance(found, tuple) else found
     assert not first.requires_grad and logits.grad is None
+
+
+@needs_module
+def test_odd_objects_are_refused_without_a_crash() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    assert signature(itself) is None
+    float32, cpu = torch.float32, torch.device("cpu")
+    for wanted, device in (
+        ([((2,), float32)], None),
+        ([((2,), float32)], "cpu"),
+        ([((2,), 5)], cpu),
+        ([((2,), None)], cpu),
+    ):
+        with pytest.raises(TypeError, match=r"^(device|wanted): "):
+            backends.compiled().allocate(wanted, device)
+
+
+@needs_module
+def test_calls_with_lists_and_buffers_are_remembered() -> None:
+    x = torch.zeros(3)
+    assert signature([x, [x, x], 1], [x]) is not None
+
+
+def test_what_is_written_may_not_repeat_elements(module: str) -> None:
+    rows, cache = torch.zeros(2, 3, 1, 4), torch.zeros(8, 1, 4)
+    valid, dst = torch.tensor([3, 2]), torch.arange(6).view(2, 3)
+
+    def commit(cache: torch.Tensor = cache, **written: Any) -> None:
+        commit_kv([rows], [rows], [cache], [torch.zeros(8, 1, 4)], valid, dst, **written)
+
+    commit(lengths=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^lengths: has strides \(0,\), must not repeat elements"):
+        commit(lengths=torch.zeros(1, dtype=torch.int64).expand(2))
+    with pytest.raises(ValueError, match=r"^k_caches\[0\]: has strides"):
+        commit(torch.zeros(1, 1, 4).expand(8, 1, 4))
+    with pytest.raises(ValueError, match=r"^next_hidden: has strides"):
+        commit(hidden=torch.zeros(2, 3, 5), next_hidden=torch.zeros(1, 5).expand(2, 5))
+
+
+def test_a_buffer_that_is_none_is_named() -> None:
+    x = torch.zeros(2, 4, dtype=torch.int64)
+    stop, budget = torch.full((2, 1), -1), torch.full((2,), 9)
+    names = [a.name for a in torch.ops.dmtp.accept_prefix_out.default._schema.arguments if a.is_out]
+    good = dict(zip(names, accept_prefix(x, x, stop_ids=stop, budget=budget), strict=True))
+    with pytest.raises((TypeError, RuntimeError), match=names[0]):
+        torch.ops.dmtp.accept_prefix_out(x, x, stop_ids=stop, budget=budget, **good | {names[0]: None})

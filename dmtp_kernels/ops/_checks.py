@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+_MOST_FLOAT = torch.finfo(torch.float32).max
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -89,11 +90,12 @@ def check_list(name: str, value: object, of: str) -> None:
         raise TypeError(f"{name}: is {what}, must be a list, {of}")
 
 
-def as_scale(name: str, scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+def as_scale(name: str, scale: torch.Tensor | float, device: torch.device | None) -> torch.Tensor:
     """A scale given as a number becomes an fp32 tensor `[]` on `device`."""
     if isinstance(scale, torch.Tensor):
         return scale
     check_real(name, scale)
+    check_range(name, float(scale), -_MOST_FLOAT, _MOST_FLOAT)
     return torch.full((), float(scale), dtype=torch.float32, device=device)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ import dmtp_kernels
 from dmtp_kernels import _library
 from dmtp_kernels.ops.accept import accept_block, accept_prefix, accept_rejection
 from dmtp_kernels.ops.advance import advance_round
-from dmtp_kernels.ops.commit_kv import commit_kv
+from dmtp_kernels.ops.commit_kv import commit_kv, commit_round
 from dmtp_kernels.ops.sample import sample_rows
 
 B, R, V = 2, 4, 10
@@ -133,3 +134,37 @@ def test_scales_are_numbers_or_tensors(scale: Any) -> None:
     cache = CACHE.clone()
     assert commit(k_caches=[cache], k_scale=scale).tolist() == [0, 0]
     assert cache[:2].unique().tolist() == [2.0] and cache[8:].unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first_slot": 1.5}, "first_slot: is 1.5, must be a whole number"),
+        ({"first_slot": None}, "first_slot: is None, must be a whole number"),
+        ({"first_slot": [0, True]}, "first_slot: is True, must be a whole number"),
+        ({"valid": None, "k_scale": 1.0}, "valid: is None, must be a tensor"),
+        ({"k_scale": 1e300}, "k_scale: is 1e+300, must be between"),
+        ({"v_scale": [None, float("nan")]}, r"v_scale[1]: is nan, must be between"),
+    ],
+)
+def test_commit_round_names_what_its_python_form_was_given(change: dict[str, Any], message: str) -> None:
+    call: dict[str, Any] = {
+        "rows_k": [ROWS, ROWS],
+        "rows_v": [ROWS, ROWS],
+        "layers": [1, 1],
+        "dst": [DST, DST],
+        "valid": COUNT,
+    }
+    caches: dict[str, Any] = {"k_caches": [CACHE.clone(), CACHE.clone()], "v_caches": [CACHE.clone(), CACHE.clone()]}
+    assert commit_round(**call, **caches, first_slot=np.int64(0)).tolist() == [0, 0]
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        commit_round(**{**call, **caches, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_no_heads_have_no_scales_in_either_commit(dtype: torch.dtype) -> None:
+    rows, none = torch.zeros(B, R, 0, 8), torch.zeros(0)
+    k, v = ([torch.zeros(64, 0, 8).to(dtype)] for _ in range(2))
+    assert commit_kv([rows], [rows], k, v, COUNT, DST, k_scale=[none], v_scale=[none]).tolist() == [0, 0]
+    error = commit_round([rows], [rows], k, v, COUNT, [DST], layers=[1], k_scale=[none], v_scale=[none])
+    assert error.tolist() == [0, 0]

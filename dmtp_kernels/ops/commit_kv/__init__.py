@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._checks import as_scale, check_list
+from dmtp_kernels.ops._checks import as_scale, check_list, check_whole
 from dmtp_kernels.ops.commit_kv.op import COMMIT_KV
 from dmtp_kernels.ops.commit_kv.op_round import COMMIT_ROUND
 
@@ -167,6 +168,9 @@ def commit_round(
         check_list(name, tensors, "one tensor per layer")
     check_list("dst", dst, "one tensor per cache")
     check_list("layers", layers, "one whole number per cache")
+    first_slots = list(first_slot) if isinstance(first_slot, Sequence) else [first_slot]
+    for slot in first_slots:
+        check_whole("first_slot", slot)
     return COMMIT_ROUND.functional(
         list(rows_k),
         list(rows_v),
@@ -182,7 +186,7 @@ def commit_round(
         next_hidden=next_hidden,
         lengths=lengths,
         live=live,
-        first_slot=[first_slot] if isinstance(first_slot, int) else list(first_slot),
+        first_slot=[int(slot) for slot in first_slots],
         k_scale=_round_scales("k_scale", k_scale, valid, len(layers)),
         v_scale=_round_scales("v_scale", v_scale, valid, len(layers)),
     )
@@ -193,10 +197,16 @@ def _round_scales(
 ) -> list[torch.Tensor] | None:
     if scales is None:
         return None
+    device = _device_of(valid)
     if not isinstance(scales, Sequence):
-        return [as_scale(name, scales, valid.device)] * caches
-    none = torch.empty(0, device=valid.device)
-    return [none if s is None else as_scale(f"{name}[{i}]", s, valid.device) for i, s in enumerate(scales)]
+        return [as_scale(name, scales, device)] * caches
+    none = torch.empty(0, device=device)
+    return [none if s is None else as_scale(f"{name}[{i}]", s, device) for i, s in enumerate(scales)]
+
+
+def _device_of(valid: Any) -> torch.device | None:
+    # what is no tensor is the op's to name
+    return valid.device if isinstance(valid, torch.Tensor) else None
 
 
 def _weights(weights: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
@@ -209,6 +219,7 @@ def _weights(weights: torch.Tensor | Sequence[torch.Tensor] | None) -> list[torc
 def _scales(name: str, scales: _Scale | Sequence[_Scale] | None, valid: torch.Tensor) -> list[torch.Tensor] | None:
     if scales is None:
         return None
+    device = _device_of(valid)
     if isinstance(scales, Sequence):
-        return [as_scale(f"{name}[{layer}]", scale, valid.device) for layer, scale in enumerate(scales)]
-    return [as_scale(name, scales, valid.device)]
+        return [as_scale(f"{name}[{layer}]", scale, device) for layer, scale in enumerate(scales)]
+    return [as_scale(name, scales, device)]

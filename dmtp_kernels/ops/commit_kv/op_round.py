@@ -56,6 +56,8 @@ def _check_scales(
                 raise ValueError(f"{name}: is None, must be given for {name[0]}_caches[{own.first}] of {dtype}")
             continue
         start, stop = (own.index, own.index + 1) if len(scales) == len(layers) else (own.first, own.last)
+        if sizes[own.index]["Hkv"] == 0 and all(is_absent(scale) for scale in scales[start:stop]):
+            continue  # one scale a head
         absent = is_absent(scales[start])
         for i in range(start, stop):
             if is_absent(scales[i]) != absent or (absent and dtype in FP8_DTYPES):
