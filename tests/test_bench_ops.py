@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import statistics
 import time
 from pathlib import Path
@@ -175,17 +176,64 @@ def test_every_op_has_tests_by_the_word_that_picks_them() -> None:
         (["--op", "x"], "op: is 'x'"),
         (["--rounds", "0"], "rounds: is 0"),
         (["--scale", "0"], "scale: is 0"),
+        (["--scale", "9999999999"], "scale: is 9999999999, must be between 1 and 4,096"),
+        (["--seconds", "nan"], "seconds: is nan"),
+        (["--seconds", "inf"], "seconds: is inf"),
+        (["--seconds", "-1"], "seconds: is -1.0"),
+        (["--threads", "99999999"], "threads: is 99999999, must be between 0 and"),
+        (["--threads", "-1"], "threads: is -1, must be between 0 and"),
         (["--entries", "op,fast"], "entries: has 'fast'"),
         (["--clock", "sun"], "clock: is 'sun'"),
         (["--clock", "cpu", "--threads", "2"], "clock: is 'cpu', must be wall"),
         (["--device", "tpu"], "device: is 'tpu'"),
         (["--output", "/nowhere/x.json"], "output: is /nowhere/x.json"),
+        (["--output", "/dev/full"], "output: is /dev/full, must be a regular file"),
+        (["--output", "/"], "output: is /, must be a file"),
+        (["--output", ""], "output: is ., must be a file"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["bench", "ops", *arguments])
     torch.set_num_threads(1)
     assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_full_disk_leaves_the_old_output(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    output.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        command = ["bench", "ops", "--op", "accept_prefix", "--scale", "256", "--rounds", "2", "--output", str(output)]
+        result = CliRunner().invoke(app, [*command, "--threads", "1"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert result.exit_code == 2 and f"output: cannot write {output}: File too large" in result.stderr
+    assert output.read_text() == "old" and list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("command", ["t1", "block_attention", "ops"])
+def test_threads_are_bounded(command: str) -> None:
+    result = CliRunner().invoke(app, ["bench", command, "--threads", "99999999"])
+    assert result.exit_code == 2 and "threads: is 99999999, must be between 0 and" in result.stderr
+
+
+def test_a_worker_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"names": ["accept_prefix"], "scale": 256, "threads": 1, "device": "cpu"}
+    (tmp_path / "folder").mkdir()
+    report = {"report": str(tmp_path / "folder"), "session": "s", "tests": None}
+    for commands, message in (
+        ([{"start": good | {"names": ["x"]}}, {"seat": True}], "op: is 'x'"),
+        ([{"start": good | {"scale": 0}}], "scale: is 0"),
+        ([{"start": good | {"threads": -1}}], "threads: is -1"),
+        ([{"start": good | {"device": "x"}}], "device: is 'x'"),
+        ([{"start": good}, {"seat": True}, {"turn": 0}, {"turn": 1}, report], "report: cannot write"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(c) + "\n" for c in commands)))
+        assert worker.serve() == 2
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"].startswith(message)
 
 
 def test_progress_is_a_line_at_most_in_five_seconds(

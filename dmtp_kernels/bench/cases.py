@@ -19,7 +19,7 @@ import torch
 
 from dmtp_kernels import _library, backends, ops
 from dmtp_kernels.bench.chains import CHAINS
-from dmtp_kernels.bench.inputs import Inputs
+from dmtp_kernels.bench.inputs import WINDOW, Inputs
 from dmtp_kernels.ops._spec import Spec
 
 BATCHES = (1, 8)
@@ -139,8 +139,9 @@ class Suite:
     scale: int = 1
 
     def __post_init__(self) -> None:
-        if self.scale < 1:
-            raise ValueError(f"scale: is {self.scale}, must be at least 1")
+        # more would leave no window
+        if not 1 <= self.scale <= WINDOW:
+            raise ValueError(f"scale: is {self.scale}, must be between 1 and {WINDOW:,}")
 
     @cached_property
     def inputs(self) -> Inputs:

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from dmtp_kernels._cli_errors import one_line_errors
+from dmtp_kernels._files import check_file, write_text
 from dmtp_kernels.bench.attention import ENTRIES as attention_entries
 from dmtp_kernels.bench.attention import Shape, bench_attention
-from dmtp_kernels.bench.environment import run_tests
+from dmtp_kernels.bench.environment import open_device, run_tests
 from dmtp_kernels.bench.ops import ENTRIES as op_entries
 from dmtp_kernels.bench.ops import bench_ops
 from dmtp_kernels.bench.progress import Progress
@@ -34,14 +34,14 @@ def t1(
     vocab: Annotated[int, typer.Option(help="rows of the head on this rank")] = 248_320,
     hidden: Annotated[int, typer.Option(help="hidden size, also of the drafter")] = 2048,
     rank: Annotated[int, typer.Option(help="rank of the low-rank head")] = 256,
-    entries: Annotated[str, typer.Option(help=f"among {', '.join(ENTRIES)}")] = ",".join(ENTRIES),
+    entries: Annotated[str, typer.Option(help=f"among {', '.join(ENTRIES)}; eager always runs")] = ",".join(ENTRIES),
     rounds: Annotated[int, typer.Option(help="timed rounds, interleaved over the entries")] = 15,
     threads: Annotated[int, typer.Option(help="CPU threads, 0 = torch's own choice")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
 ) -> None:
     """T1 preparation (select, embed, two norms, projection, block) by head format."""
-    where = _device(device, threads)
+    where = open_device(device, threads)
     batches = _whole_numbers("batch", batch)
     progress = Progress()
     report = bench_t1(batches, vocab, hidden, rank, entries.split(","), rounds, where, say=progress)
@@ -67,7 +67,8 @@ def attention(
     entries: Annotated[
         str | None,
         typer.Option(
-            help=f"among {', '.join(attention_entries)}", show_default="the backend that runs, eager, compiled"
+            help=f"among {', '.join(attention_entries)}; eager always runs",
+            show_default="the backend that runs, eager, compiled",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="timed rounds, interleaved over the entries")] = 15,
@@ -76,7 +77,7 @@ def attention(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
 ) -> None:
     """Attention of a block over its paged context, against pages gathered for torch's attention with a mask."""
-    where = _device(device, threads)
+    where = open_device(device, threads)
     counts = _whole_numbers("heads", heads)
     if len(counts) != 2:
         raise ValueError(f"heads: is {heads!r}, must be two numbers: query and kv heads")
@@ -99,7 +100,7 @@ def ops(
     seconds: Annotated[float, typer.Option(help="begin further seatings, with inputs made anew, for so long")] = 0.0,
     scale: Annotated[int, typer.Option(help="divides vocabulary, history and window")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help=f"as --scale {QUICK_SCALE} --rounds {QUICK_ROUNDS}")] = False,
-    entries: Annotated[str, typer.Option(help=f"among {', '.join(op_entries)}")] = "op,eager",
+    entries: Annotated[str, typer.Option(help=f"among {', '.join(op_entries)}; op always runs")] = "op,eager",
     threads: Annotated[int, typer.Option(help="CPU threads, 0 = torch's own choice")] = 0,
     clock: Annotated[str | None, typer.Option(help="cpu or wall", show_default="cpu on one thread, else wall")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -108,9 +109,9 @@ def ops(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON only")] = False,
 ) -> None:
     """Every op at serving size against eager PyTorch; exit code 1 where an op's outputs are wrong."""
-    where = _device(device, threads)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ValueError(f"output: is {output}, must be in a directory that exists")
+    where = open_device(device, threads)
+    if output is not None:
+        check_file("output", output)
     progress = Progress()
     if tests:
         progress("tests of the ops")
@@ -128,31 +129,13 @@ def ops(
     progress.done()
     report["tests"] = tested
     if output is not None:
-        output.write_text(json.dumps(report) + "\n")
+        write_text("output", output, json.dumps(report) + "\n")
     if as_json:
         print(json.dumps(report))
     else:
         _show_ops(report)
     if not all(case["agrees"] for case in report["cases"]) or (tested is not None and not tested["passed"]):
         raise typer.Exit(1)
-
-
-def _device(name: str, threads: int) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
-        raise ValueError(f"device: is {name!r}, must be cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: is {name!r}, no CUDA device is visible")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: is {name!r}, there are {torch.cuda.device_count()} CUDA devices")
-    if threads < 0:
-        raise ValueError(f"threads: is {threads}, must be at least 0")
-    if threads:
-        torch.set_num_threads(threads)
-    return device
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:

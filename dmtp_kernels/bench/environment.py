@@ -12,7 +12,28 @@ from typing import Any
 import torch
 
 from dmtp_kernels import __version__, backends
+from dmtp_kernels._cli_options import set_threads
 from dmtp_kernels.bench.measure import commit
+
+
+def open_device(name: str, threads: int) -> torch.device:
+    """The device of that name, after torch was given so many CPU threads; 0 is torch's own choice.
+
+    Raises:
+        ValueError: no such device here, or a number of threads that is not allowed.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
+        raise ValueError(f"device: is {name!r}, must be cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: is {name!r}, no CUDA device is visible")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: is {name!r}, there are {torch.cuda.device_count()} CUDA devices")
+    set_threads(threads)
+    return device
 
 
 def environment(device: torch.device, clock: str, scale: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
@@ -192,10 +193,12 @@ def bench_ops(
         As `Session.report`.
 
     Raises:
-        ValueError: an unknown op, entry or clock, a number below 1.
+        ValueError: an unknown op, entry or clock, or a number that means nothing.
     """
     if rounds < 1:
         raise ValueError(f"rounds: is {rounds}, must be at least 1")
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds: is {seconds}, must be at least 0 and finite")
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown:
         raise ValueError(f"entries: has {unknown[0]!r}, must be among {', '.join(ENTRIES)}")
