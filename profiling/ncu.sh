@@ -24,12 +24,11 @@ source profiling/nsight.bash
 rounds=1
 nsight_options ncu "$@"
 : "${out:=profiling/results/ncu-$method-b$batch}"
-[[ -n $dry_run ]] || require ncu
+check_options ncu
 range="timed_rounds/"
 if [[ -n $stage ]]; then
-    range="timed_rounds/*/$(stage_label)"
+    range="timed_rounds/*/$label"
 fi
-names=$(kernel_names)
 
 profile=(
     ncu --nvtx "--nvtx-include=dmtp@$range" "--kernel-name=regex:$names" "--set=$sections"
@@ -41,5 +40,5 @@ if [[ -n $dry_run ]]; then
     show "${profile[@]}"
     exit 0
 fi
-mkdir -p "$(dirname "$out")"
+make_folder
 "${profile[@]}"

@@ -22,8 +22,7 @@ source profiling/nsight.bash
 rounds=20
 nsight_options nsys "$@"
 : "${out:=profiling/results/nsys-$method-b$batch}"
-[[ -n $dry_run ]] || require nsys
-names=$(kernel_names)
+check_options nsys
 
 profile=(
     nsys profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node
@@ -40,7 +39,7 @@ if [[ -n $dry_run ]]; then
     show "${kernels[@]}"
     exit 0
 fi
-mkdir -p "$(dirname "$out")"
+make_folder
 "${profile[@]}"
 "${stages[@]}"
 # the header, and the rows whose last column is one of our kernels

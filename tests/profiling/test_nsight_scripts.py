@@ -63,7 +63,10 @@ def test_the_expression_matches_the_names_and_nothing_else(capsys: pytest.Captur
     expression = re.compile(capsys.readouterr().out.strip())
     assert all(expression.search(name) for name in kernel_names())
     assert not expression.search("lm_head_screen") and not expression.search("my_lm_head_screen_kernel_2")
-    assert print_names(["--op", "nothing"]) == 2
+    for family in ("nothing", "*", "", "../ops/lm_head", "/"):
+        with pytest.raises(SystemExit) as stop:
+            print_names(["--op", family])
+        assert stop.value.code == 2 and f"--op: is {family}, must be a family" in capsys.readouterr().err
 
 
 def test_nsys_captures_the_timed_rounds() -> None:
@@ -124,10 +127,32 @@ def test_the_missing_package_is_named(tools: Path, tmp_path: Path) -> None:
         ("nsys", ["--stage", "t1"], "no option --stage"),
         ("nsys", ["--rows", "3"], "no option --rows"),
         ("ncu", ["--batch"], "--batch: needs a value"),
-        ("ncu", ["--stage", "rest"], "--stage: is rest (of dmtp)"),
-        ("ncu", ["--op", "attention"], "--op: is attention"),
+        ("ncu", ["--stage", "rest"], "--stage: is rest, must be one of t1, draft"),
+        ("ncu", ["--op", "attention"], "--op: is attention, must be a family with Triton kernels: accept"),
+        ("nsys", ["--op", ""], "--op: needs a value"),
+        ("nsys", ["--batch", "abc"], "--batch: is abc, must be a whole number between 1 and 4096"),
+        ("ncu", ["--rounds", "0"], "--rounds: is 0"),
+        ("nsys", ["--method", "nope"], "--method: is nope, must be one of"),
+        ("nsys", ["--out", "profiling"], "--out: is profiling, must be a file"),
     ],
 )
 def test_bad_options(script: str, arguments: list[str], message: str) -> None:
     result = run(script, "--dry-run", *arguments)
-    assert result.returncode == 2 and message in result.stderr and not result.stdout
+    assert result.returncode == 2 and f"{script}.sh: {message}" in result.stderr and not result.stdout
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("python", ["/nonexistent", "/bin/true", "no-torch"])
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_wrong_interpreter_is_named(python: str, dry: bool, tools: Path, tmp_path: Path) -> None:
+    if python == "no-torch":
+        if not dry:
+            pytest.skip("the missing nvtx is named first")
+        bare = tmp_path / "no-torch"
+        bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        bare.chmod(0o755)
+        python = str(bare)
+    (tools / "nsys").symlink_to(shutil.which("false") or "/bin/false")
+    result = run("nsys", *(["--dry-run"] if dry else []), path=tools, PYTHON=python)
+    assert result.returncode == 2 and "nsys.sh: PYTHON: is " in result.stderr and not result.stdout
+    assert result.stderr.count("\n") == 1
