@@ -18,34 +18,30 @@ machines, threads or shapes, or a file is not what it must be.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from profiling.command import Parser, check_range, command
+from profiling.results import Place, Refused, cases, check_verdict, is_result, load
 from profiling.table import table
 
-KIND = "dmtp bench ops"
 PAIRED, APART = 2.0, 20.0
 """Percent that the whole interval must exceed."""
 CONFIDENCE = 0.95
 _QUIET = 0.25
 _ALIKE = 0.1  # controls of a pair of seatings; where they differ by more, something else met one side alone
+_UNBOUNDED = 700.0  # the exponential of more is no float
 _ENVIRONMENT = ("device", "device_type", "threads", "clock", "scale", "capability", "versions")
 
 Case = tuple[str, str]
 Floats = npt.NDArray[np.float64]
-
-
-class Refused(Exception):
-    """Why there is no verdict."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +62,42 @@ def read(names: str) -> list[dict[str, Any]]:
     """The runs of one side.
 
     Raises:
-        Refused: a file that cannot be read or holds something else.
+        Refused: a file that cannot be read, holds something else, or samples that are no times.
     """
-    runs = []
-    for name in names.split(","):
-        try:
-            run = json.loads(Path(name).read_text())
-        except (OSError, ValueError) as error:
-            raise Refused(f"{name}: {error}") from None
-        if not isinstance(run, dict) or run.get("kind") != KIND or not run.get("cases"):
-            raise Refused(f"{name}: is not a file of `dmtp bench ops --output`")
-        runs.append(run)
-    return runs
+    return [_read(name) for name in names.split(",")]
+
+
+def _read(name: str) -> dict[str, Any]:
+    if not name:
+        raise Refused("a name of a file is empty; files are joined by commas")
+    run = load(name)
+    if not is_result(run):
+        raise Refused(f"{name}: is not a file of `dmtp bench ops --output`")
+    for key in (*_ENVIRONMENT, "commit"):
+        _ = run["environment"][key]
+    if run["tests"].value is not None:
+        run["tests"]["passed"].flag()
+        run["tests"]["summary"].text()
+    if run["session"].value is not None:
+        run["session"].text()
+    seatings = run["seatings"].count()
+    for case in cases(run):
+        check_verdict(case)
+        case["shape"].object()
+        case["control"]["is"].text()
+        turns = [_turns(side["samples"]) for side in (case["entries"]["op"], case["control"])]
+        if turns[0] != turns[1] or turns[0] % seatings:
+            raise case.refuse(f"has {turns[0]} turns and {turns[1]} of its control, must be so many for each seating")
+    found: dict[str, Any] = run.value
+    return found
+
+
+def _turns(samples: Place) -> int:
+    turns = samples.entries(least=1)
+    for turn in turns:
+        for ms in turn.entries(least=1):
+            ms.positive()
+    return len(turns)
 
 
 def check(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> None:
@@ -88,11 +108,17 @@ def check(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> None:
     first = old[0]
     for run in (*old[1:], *new):
         for key in _ENVIRONMENT:
-            here, there = first["environment"].get(key), run["environment"].get(key)
+            here, there = first["environment"][key], run["environment"][key]
             if here != there:
                 raise Refused(f"{key}: the runs differ, {here!r} and {there!r}")
         for case in sorted(set(_shapes(first)) ^ set(_shapes(run))):
             raise Refused(f"{case[0]} {case[1]}: the runs differ in its shape or its control, or one has no such case")
+
+    if paired(old, new):
+        for one, other in zip(old, new, strict=True):
+            if one["seatings"] != other["seatings"]:
+                counts = f"{one['seatings']} and {other['seatings']}"
+                raise Refused(f"seatings: of one session are {counts}, must be as many on either side")
 
 
 def _red(run: dict[str, Any]) -> Iterator[str]:
@@ -185,7 +211,7 @@ def median_interval(values: Floats, tail: float) -> tuple[float, float, float]:
 
 
 def _percent(log: float) -> float:
-    return log if math.isinf(log) else 100 * math.expm1(log)
+    return math.copysign(math.inf, log) if abs(log) > _UNBOUNDED else 100 * math.expm1(log)
 
 
 def _interval(change: Change) -> str:
@@ -200,16 +226,21 @@ def _verdict(percent: float, low: float, high: float, gate: float, threshold: fl
     return "same" if -gate < low and high < gate else "undecided"
 
 
+def _as_json(change: Change) -> dict[str, Any]:
+    """JSON has no infinity: null."""
+    return {k: None if isinstance(v, float) and math.isinf(v) else v for k, v in asdict(change).items()}
+
+
+@command("compare")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: see the module."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.compare", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m profiling.compare", description=__doc__.partition("\n")[0])
     parser.add_argument("old", help="JSON of `dmtp bench ops`, or several joined by commas")
     parser.add_argument("new")
     parser.add_argument("--gate", type=float, default=5.0, help="percent")
     parser.add_argument("--json", action="store_true", help="print one object instead of a table")
     options = parser.parse_args(arguments)
-    if not options.gate >= PAIRED:
-        parser.error(f"--gate: is {options.gate:g}, must be at least {PAIRED:g}")
+    check_range("--gate", options.gate, PAIRED)
     try:
         old, new = read(options.old), read(options.new)
         check(old, new)
@@ -219,7 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     slower = [c for c in found if c.verdict == "slower"]
     if options.json:
-        print(json.dumps({"gate": options.gate, "slower": len(slower), "cases": [c.__dict__ for c in found]}))
+        print(
+            json.dumps(
+                {"gate": options.gate, "slower": len(slower), "cases": [_as_json(c) for c in found]}, allow_nan=False
+            )
+        )
         return bool(slower)
     rows = [(c.op, c.case, c.old_ms, c.new_ms, f"{c.percent:+.1f} %", _interval(c), c.verdict) for c in found]
     print(table(("op", "case", "old, ms", "new, ms", "change", f"{CONFIDENCE:.0%}, all together", "verdict"), rows))

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from profiling import compare, pair
+from profiling import compare, pair, results
+from tests.profiling.damaged_results import GARBAGE, damaged
 
 OPS = ("accept_prefix", "draft_page_table", "fused_t1_prep")
 
@@ -38,7 +39,7 @@ def run_of(seed: int, slower: dict[str, float] | None = None, *, noise: float = 
         for case in ("b1", "b8")
     ]
     where = {key: 1 for key in compare._ENVIRONMENT} | {"commit": "abc"}
-    result = {"kind": compare.KIND, "environment": where, "tests": None, "session": "s", "seatings": seatings}
+    result = {"kind": results.KIND, "environment": where, "tests": None, "session": "s", "seatings": seatings}
     return result | {"cases": cases}
 
 
@@ -134,8 +135,85 @@ def test_exit_codes_and_output(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     assert compare.main([old, str(tmp_path / "none.json")]) == 2
     assert compare.main([f"{old},{old}", f"{new},{new}"]) == 1
-    with pytest.raises(SystemExit):
-        compare.main([old, new, "--gate", "1"])
+    for gate in ("1", "nan", "inf"):
+        assert compare.main([old, new, "--gate", gate]) == 2
+        assert f"--gate: is {float(gate)}, must be at least 2" in capsys.readouterr().err
+
+
+def test_what_is_printed_as_json_is_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny, huge = (run_of(0, seatings=s) for s in (3, 3))
+    for run, factor in ((tiny, 1e-200), (huge, 1e200)):
+        case = run["cases"][0]["entries"]["op"]
+        case["samples"] = [[factor * ms for ms in turn] for turn in case["samples"]]
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    assert compare.main([*written(tmp_path, tiny, huge), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)["cases"]
+    assert [c["percent"] for c in found].count(None) == 1 and {c["high"] for c in found} == {None}
+
+
+FINE = {"commit": GARBAGE, "disagreement": ("x",), "tests": (None,), "session": (None, "x"), "summary": ("x",)}
+"""What need not be as it was."""
+
+
+def test_whatever_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = run_of(0, seatings=2)
+    good["cases"] = good["cases"][:2]
+    good["tests"] = {"passed": True, "summary": "3 passed"}
+    old = written(tmp_path, good)[0]
+    new = tmp_path / "new.json"
+    for keys, garbage, run in damaged(good):
+        new.write_text(json.dumps(run))
+        code, said = compare.main([old, str(new)]), capsys.readouterr()
+        where = f"{keys} = {garbage!r}: {code}, {said.err}"
+        assert code == (0 if garbage in FINE.get(keys[-1], ()) else 2), where
+        if code == 2:
+            assert said.out == "" and said.err.count("\n") == 1, where
+            assert said.err.startswith("compare: no verdict: "), where
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[" * 100_000, "is nested too deeply"),
+        ("{", "Expecting property name"),
+        ("[]", "is not a file of"),
+        ('{"kind": "dmtp bench ops"}', "environment is missing"),
+        (b"\xff", "can't decode byte"),
+        (None, "No such file"),
+    ],
+)
+def test_what_is_no_result_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes | None, why: str
+) -> None:
+    old, new = written(tmp_path, run_of(0))[0], tmp_path / "new.json"
+    if text is not None:
+        new.write_bytes(text.encode() if isinstance(text, str) else text)
+    for names in ([old, str(new)], [str(new), old]):
+        assert compare.main(names) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"compare: no verdict: {new}: ") and why in said and said.count("\n") == 1
+    assert compare.main([f"{old},", old]) == 2
+    assert "a name of a file is empty" in capsys.readouterr().err
+
+
+def test_the_place_of_a_wrong_sample_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(1)
+    run["cases"][2]["control"]["samples"][3][1] = float("nan")
+    names = written(tmp_path, run_of(0), run)
+    assert compare.main(names) == 2
+    place = "cases[2] (draft_page_table b1).control.samples[3][1]"
+    assert f"{names[1]}: {place} must be a finite number above 0" in capsys.readouterr().err
+    run = run_of(1)
+    run["cases"].append(run["cases"][0])
+    assert compare.main(written(tmp_path, run_of(0), run)) == 2
+    assert "cases[6] is accept_prefix b1 once more" in capsys.readouterr().err
+    for seatings in (10, 7):
+        assert compare.main(written(tmp_path, run_of(0), run_of(1) | {"seatings": seatings})) == 2
+        why = {10: "are 20 and 10, must be as many", 7: "has 20 turns and 20 of its control"}[seatings]
+        assert why in capsys.readouterr().err
 
 
 PLANTED = """
