@@ -3,7 +3,7 @@
 Importing registers the op schemas under `torch.ops.dmtp`; it touches no driver, no compiler and no GPU.
 """
 
-from dmtp_kernels._library import supports
+from dmtp_kernels._supports import supports
 from dmtp_kernels._warmup import CompileDuringCapture, warmup
 from dmtp_kernels.backends import BackendUnavailable, use_backend
 from dmtp_kernels.ops import (  # noqa: F401  importing a family registers its schemas

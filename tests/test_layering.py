@@ -14,13 +14,14 @@ import dmtp_kernels
 
 ROOT = Path(dmtp_kernels.__file__).parent
 PACKAGE = "dmtp_kernels"
-CORE = {"_library", "_warmup", "backends"}
+CORE = {"_library", "_supports", "_warmup", "backends"}
 
 # part of the package -> parts it may import besides itself; "" is the package's own __init__
 ALLOWED: dict[str, set[str]] = {
     "_library": {"_calls", "backends"},
     "backends": {"_build", "_C", "_warmup"},
     "_calls": {"backends"},
+    "_supports": {"_library", "backends"},
     "_warmup": set(),
     "_build": set(),
     "ops": CORE,

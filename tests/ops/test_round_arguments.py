@@ -156,7 +156,8 @@ def test_commit_round_names_what_its_python_form_was_given(change: dict[str, Any
         "valid": COUNT,
     }
     caches: dict[str, Any] = {"k_caches": [CACHE.clone(), CACHE.clone()], "v_caches": [CACHE.clone(), CACHE.clone()]}
-    assert commit_round(**call, **caches, first_slot=np.int64(0)).tolist() == [0, 0]
+    whole: Any = np.int64(0)
+    assert commit_round(**call, **caches, first_slot=whole).tolist() == [0, 0]
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
         commit_round(**{**call, **caches, **change})
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from dmtp_kernels._library import takes_packed
+from dmtp_kernels._supports import takes_packed
 from dmtp_kernels.ops._checks import check_choice, check_instance, check_whole
 from dmtp_kernels.ops.lm_head.canonical import canonical_dot
 from dmtp_kernels.ops.lm_head.head import LMHead

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels._library import takes_packed
+from dmtp_kernels._supports import takes_packed
 from dmtp_kernels.ops._checks import check_instance, check_whole
 from dmtp_kernels.ops.lm_head import LMHead
 from dmtp_kernels.ops.t1_prep.args import PrepArgs

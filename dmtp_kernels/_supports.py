@@ -1,0 +1,131 @@
+"""Whether an op takes a call, asked without running it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmtp_kernels import _library, backends
+from dmtp_kernels._library import Op, device_of, kind_of, registered
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_SCALARS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}
+_PYTHON_FORMS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {}
+
+
+def supports(name: str, *inputs: Any, **keywords: Any) -> str | None:
+    """Why op `name` cannot take these inputs, or None when it can.
+
+    The arguments are those of `torch.ops.dmtp.<name>`, by position or by keyword; with an `LMHead` or a `Fusion` among
+    them, those of the op's Python function.
+    """
+    op = _library._OPS.get(name)
+    if op is None:
+        if name.removesuffix("_out") in _library._OPS:
+            return f"{name}: ask for {name.removesuffix('_out')!r}, whose inputs it takes"
+        return f"no op named {name!r}; known: {', '.join(registered())}"
+    try:
+        values = _taken(op, *_unpacked(op, inputs, keywords))
+        op.check(*values)
+        return backends.refusal(name, device_of(values), values)
+    except (ValueError, TypeError, backends.BackendUnavailable) as error:
+        return str(error)
+
+
+def _taken(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
+    """Values of all arguments as the dispatcher passes them on; raises what names the one it does not take."""
+    arguments = op.functional._schema.arguments
+    positional = [a.name for a in arguments if not a.kwarg_only]
+    unknown = (set(keywords) - {a.name for a in arguments}) | (set(keywords) & set(positional[: len(inputs)]))
+    if unknown:
+        raise TypeError(f"{', '.join(sorted(unknown))}: given twice or not among the arguments of {op.name}")
+    if len(inputs) > len(positional):
+        rest = [a.name for a in arguments[len(positional) :]]
+        then = f"; {', '.join(rest)} go by keyword" if rest else ""
+        raise TypeError(f"inputs: {len(inputs)} given by position, {op.name} takes {len(positional)}{then}")
+    given = dict(zip(positional, inputs, strict=False)) | keywords
+    try:
+        with _StopAt(op):
+            op.functional(*inputs, **keywords)
+    except _Reached as reached:
+        inputs, keywords = reached.args
+        given = dict(zip(positional, inputs, strict=False)) | keywords
+        return [given.get(a.name, a.default_value) for a in arguments]
+    except (RuntimeError, TypeError) as error:
+        for argument in arguments:
+            reason = _refused(argument, given)
+            if reason is not None:
+                raise TypeError(f"{argument.name}: {reason}") from None
+        # the dispatcher's first line names the argument, the others repeat the schema
+        raise TypeError(str(error).partition("\n")[0]) from None
+    raise AssertionError(f"{op.name}: the dispatcher did not reach it")
+
+
+def _refused(argument: Any, given: dict[str, Any]) -> str | None:
+    """Why one argument of a call that the dispatcher refused may not be what it is; None: it may."""
+    kind = str(argument.type)
+    if argument.name not in given:
+        if argument.has_default_value():
+            return None
+        return "is missing, must be a tensor" if kind == "Tensor" else "is missing"
+    value = given[argument.name]
+    inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+    or_none = " or None" if inner != kind else ""
+    if value is None and or_none:
+        return None
+    if inner == "Tensor" and not isinstance(value, torch.Tensor):
+        return f"is {kind_of(value)}, must be a tensor{or_none}"
+    if inner in _SCALARS and not isinstance(value, _SCALARS[inner]):
+        return f"is {value!r}, must be {inner}{or_none}"
+    return None
+
+
+def takes_packed(*kinds: type) -> Callable[[_Function], _Function]:
+    """Decorator of an op's Python function of the same name that takes objects of `kinds` in place of their tensors."""
+
+    def record(function: _Function) -> _Function:
+        _PYTHON_FORMS[function.__name__] = (function, kinds)
+        return function
+
+    return record
+
+
+class _Reached(Exception):
+    """The op was called; its arguments are those of the exception."""
+
+
+class _StopAt(TorchDispatchMode):
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.op = op
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is self.op.functional:
+            raise _Reached(args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+def _unpacked(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The op's own arguments, from those of its Python function when a packed object is among them."""
+    function, kinds = _PYTHON_FORMS.get(op.name, (None, ()))
+    if function is None or not any(isinstance(value, kinds) for value in (*inputs, *keywords.values())):
+        return inputs, keywords
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind_partial(*inputs, **keywords).arguments
+    except TypeError as error:
+        raise TypeError(f"{op.name}: {error}") from None
+    for parameter in signature.parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in bound:
+            raise TypeError(f"{parameter.name}: is missing")
+    try:
+        with _StopAt(op):
+            function(*inputs, **keywords)
+    except _Reached as reached:
+        return reached.args
+    raise AssertionError(f"{op.name}: its Python function does not call it")
