@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dmtp_kernels.models import MTP, Drafter, DrafterConfig, MTPConfig, TargetConfig
+from dmtp_kernels.models.checkpoint import CheckpointError
 from dmtp_kernels.models.config import LayerConfig, MaskRule
 from dmtp_kernels.models.formats import (
     DFlash2,
@@ -133,3 +135,19 @@ def write_index(directory: Path, places: dict[str, str]) -> None:
     """The index of shards."""
     index = {"metadata": {"total_size": 1}, "weight_map": places}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def refused(directory: Path, kind: str, *words: str) -> str:
+    """The one line with which the reader refuses the directory."""
+    with pytest.raises(CheckpointError) as caught:
+        READERS[kind](directory)
+    message = str(caught.value)
+    assert "\n" not in message and str(directory) in message and len(message) < 1000
+    for word in words:
+        assert word in message, message
+    return message
+
+
+def each_kind(test: Any) -> Any:
+    """Parametrise a test with every format."""
+    return pytest.mark.parametrize("kind", READERS)(test)
