@@ -5,7 +5,6 @@ Machines are shared and throttle: measure in the run that the figure is compared
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from dmtp_kernels._cli_options import set_threads
+from profiling.command import Parser, command
 from profiling.table import table
 
 CPU_BYTES = 1 << 29
@@ -81,13 +82,15 @@ def best_seconds(run: Callable[[], object], device: torch.device, rounds: int) -
     return min(times)
 
 
+@command("profiling.bandwidth")
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiling.bandwidth", description=__doc__.partition("\n")[0])
+    """Exit code: 0, or 2 with a message for an option that means nothing."""
+    parser = Parser(prog="python -m profiling.bandwidth", description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, help="threads of the CPU figure; default torch's")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if options.threads is not None:
+        set_threads(options.threads, option="--threads", least=1)
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     rows = [
         (

@@ -55,7 +55,7 @@ def command(prog: str) -> Callable[[Main], Callable[..., int]]:
 
 def check_range(option: str, value: float, least: float, most: float = math.inf) -> None:
     """Raise ValueError, which names the option, unless `least <= value <= most` and `value` is finite."""
-    if math.isfinite(value) and least <= value <= most:
+    if least <= value <= most and abs(value) != math.inf:
         return
     bounds = f"at least {least:,g}" if math.isinf(most) else f"between {least:,g} and {most:,g}"
     raise ValueError(f"{option}: is {value}, must be {bounds}")

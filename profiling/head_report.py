@@ -6,19 +6,20 @@ prompts. Factors and deflated directions come from the first half of the states,
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from dmtp_kernels.ops.lm_head import HeadReport, LMHead, lm_head_report, pack_lm_head
 from dmtp_kernels.ops.lm_head.formats import FORMATS
 from dmtp_kernels.testing.smollm2 import load_smollm2
+from profiling.command import Parser, command
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
@@ -57,14 +58,39 @@ def table(reports: list[tuple[str, HeadReport]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m profiling.head_report", description=__doc__.split("\n")[0])
+def read_head(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weight [V, H]` and `states [m, H]` of a safetensors file.
+
+    Raises:
+        ValueError: no such file, or it holds something else.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--head: cannot read {path}: {error}") from error
+    for name, rows in (("weight", 1), ("states", 2)):
+        if name not in tensors:
+            raise ValueError(f"--head: {path} has no tensor {name!r}")
+        found = tensors[name]
+        if found.dim() != 2 or not found.is_floating_point() or found.shape[0] < rows or found.shape[1] < 1:
+            raise ValueError(
+                f"--head: {name} of {path} is {list(found.shape)} {found.dtype}, must be at least {rows} rows of floats"
+            )
+    weight, states = tensors["weight"], tensors["states"]
+    if weight.shape[1] != states.shape[1]:
+        raise ValueError(f"--head: states of {path} are {states.shape[1]} wide, weight is {weight.shape[1]}")
+    return weight, states
+
+
+@command("profiling.head_report")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 with a message for a file that holds no head."""
+    parser = Parser(prog="python -m profiling.head_report", description=__doc__.split("\n")[0])
     parser.add_argument("--head", type=Path, help="safetensors file with `weight` [V, H] and `states` [m, H]")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(arguments)
     if options.head:
-        tensors = load_file(options.head)
-        weight, states = tensors["weight"], tensors["states"]
+        weight, states = read_head(options.head)
     else:
         model = load_smollm2()
         weight, states = model.head, model.states(new_tokens=232).to(torch.bfloat16)
@@ -72,10 +98,11 @@ def main(arguments: list[str] | None = None) -> None:
     reports = [(name, lm_head_report(head, rest, QUANTILES)) for name, head in heads(weight, calibration)]
     if options.json:
         print(json.dumps([{"name": name, **dataclasses.asdict(report)} for name, report in reports]))
-        return
+        return 0
     print(f"{weight.shape[0]} rows x {weight.shape[1]}, {weight.dtype}; {rest.shape[0]} states, {rest.dtype}\n")
     print(table(reports))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

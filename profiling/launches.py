@@ -9,7 +9,6 @@ in stage `t1` and between the ops. Collectives are those of a tensor-parallel ro
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -31,6 +30,7 @@ from dmtp_kernels.decode.request import Request
 from dmtp_kernels.testing.models import tiny_checkpoint
 from dmtp_kernels.testing.watch import Launch, watch_launches
 from profiling.collectives import of_method
+from profiling.command import Parser, check_range, command
 from profiling.table import table
 
 STAGES = {
@@ -55,6 +55,8 @@ processes. fused: one MAX over keys for T1, with a whole embedding table on each
 cut), and one for the drafted rows; the target's logits are gathered as by an engine. eager: gathered logits and an
 embedding all-reduce for T1, gathered maxima and gathered ids for the drafted rows."""
 _DRAWS = "t1 and between hold the loop's own PyTorch kernels that make the draft's distributions, which target has not."
+MOST_BATCH = 64
+"""Requests; interpreted kernels are slow, and their number is that of a larger batch."""
 _KERNEL_FREE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"}
 
 
@@ -128,7 +130,7 @@ def _engine(method: str, batch: int, temperature: float, verification: str) -> E
     checkpoint = tiny_checkpoint(7)
     engine = Engine(checkpoint, method, max_batch=batch, max_tokens=96, page_size=8, verification=verification)
     for i in range(batch):
-        engine.submit(Request(tuple(range(1, 9 + i)), 60, temperature=temperature, seed=i))
+        engine.submit(Request(tuple(range(1, 9 + i % 8)), 60, temperature=temperature, seed=i))
     engine.step()
     engine.step()
     return engine
@@ -165,15 +167,18 @@ def count(method: str = "dmtp", batch: int = 2, temperature: float = 0.0, verifi
     }
 
 
+@command("profiling.launches")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, or 2 where kernels cannot be interpreted."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.launches", description=__doc__.partition("\n")[0])
+    """Exit code: 0, or 2 with a message for an option that means nothing."""
+    parser = Parser(prog="python -m profiling.launches", description=__doc__.partition("\n")[0])
     parser.add_argument("--method", default="dmtp", choices=list(METHODS))
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--verification", default="target", choices=("target", "rejection", "block"))
     parser.add_argument("--json", action="store_true", help="print one object instead of a table")
     options = parser.parse_args(arguments)
+    check_range("--batch", options.batch, 1, MOST_BATCH)
+    check_range("--temperature", options.temperature, 0)
     if os.environ.get("TRITON_INTERPRET") != "1":
         # kernels are interpreted or compiled for the life of a process
         environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -6,7 +6,6 @@ assembler in the triton wheel: no GPU and no driver are needed. See README.md fo
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import importlib
@@ -15,6 +14,7 @@ import json
 import multiprocessing
 import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +24,7 @@ from typing import Any
 from dmtp_kernels import ops
 from dmtp_kernels.ops._variant import Variant
 from profiling import machine_code
+from profiling.command import Parser, command
 from profiling.table import table
 
 ARCHITECTURES = (80, 90, 100)
@@ -148,8 +149,23 @@ def _work(module: str, name: str, arch: int) -> Usage | str:
 def measure(work: Sequence[tuple[str, str, int]]) -> list[Usage | str]:
     """`usage` of every `(module, variant name, arch)` in two processes; a message for one that does not compile."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(PROCESSES, len(work)), mp_context=context) as pool:
-        return list(pool.map(_work, *zip(*work, strict=True)))
+    with ProcessPoolExecutor(min(PROCESSES, len(work)), mp_context=context) as pool, _interruptible():
+        # Ctrl-C goes to the whole group; workers inherit that they ignore it and are ended from here
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        results = pool.map(_work, *zip(*work, strict=True))
+        signal.signal(signal.SIGINT, handler)
+        return list(results)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """An interrupt ends the workers instead of waiting for all they have to do."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
 
 
 def report(results: Sequence[Usage | str], as_json: bool) -> int:
@@ -173,23 +189,34 @@ def report(results: Sequence[Usage | str], as_json: bool) -> int:
     return 1 if failed or any(r.faults() for r in rows) else 0
 
 
+def architectures(text: str) -> list[int]:
+    """The numbers of a comma-separated list.
+
+    Raises:
+        ValueError: one is no architecture that kernels are compiled for.
+    """
+    known = {str(arch): arch for arch in SHARED_LIMIT}
+    names = text.split(",")
+    if not set(names) <= set(known):
+        raise ValueError(f"--arch: is {text!r}, must be numbers among {', '.join(known)}, with commas between")
+    return [known[name] for name in names]
+
+
+@command("profiling.resources")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 when a kernel has a fault or does not compile, 2 when there is none."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.resources", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m profiling.resources", description=__doc__.partition("\n")[0])
     parser.add_argument("--op", help="one op family, e.g. lm_head; default all")
     parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="default %(default)s")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        print("TRITON_INTERPRET=1: kernels are interpreted here, not compiled", file=sys.stderr)
-        return 2
-    wanted = [int(arch) for arch in options.arch.split(",")]
-    if unknown := set(wanted) - set(SHARED_LIMIT):
-        parser.error(f"--arch: {sorted(unknown)} is not among {sorted(SHARED_LIMIT)}")
+        raise ValueError("TRITON_INTERPRET: is 1, must not be: kernels are interpreted, not compiled")
+    wanted = architectures(options.arch)
     work = [(module, variant.name, arch) for module, variant in variants(options.op) for arch in wanted]
     if not work:
-        print(f"no kernel variants{f' of {options.op}' if options.op else ''}", file=sys.stderr)
-        return 2
+        known = ", ".join(sorted({module.split(".")[-2] for module, _ in variants()}))
+        parser.error(f"--op: is {options.op}, must be a family with kernels: {known}")
     return report(measure(work), options.json)
 
 

@@ -13,7 +13,6 @@ The figure proves what the kernel asks for, not what a cache serves; see README.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -31,6 +30,7 @@ from dmtp_kernels.ops._device import planned_for
 from dmtp_kernels.ops._spec import Traffic
 from dmtp_kernels.ops._variant import Variant
 from dmtp_kernels.testing.watch import Access, Launch, watch
+from profiling.command import Parser, command
 from profiling.launched import closest
 from profiling.resources import variants
 from profiling.table import table
@@ -248,19 +248,20 @@ def report(rows: Sequence[Row], as_json: bool) -> int:
     return 0 if all(row.within for row in rows) else 1
 
 
+@command("profiling.traffic")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 when a ratio exceeds its limit, 2 when there is nothing to measure."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.traffic", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m profiling.traffic", description=__doc__.partition("\n")[0])
     parser.add_argument("--op", help="one op, e.g. lm_head_select; default all")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)
+    found = list(cases(options.op))
+    if not found:
+        known = ", ".join(sorted({t.op for t in cases()}))
+        parser.error(f"--op: is {options.op}, must be an op with traffic cases: {known}")
     from dmtp_kernels.testing import interpreter
 
     interpreter.install()
-    found = list(cases(options.op))
-    if not found:
-        print(f"no traffic cases{f' of {options.op}' if options.op else ''}", file=sys.stderr)
-        return 2
     compiled = [variant for _, variant in variants()]
     return report([row for t in found for row in measure(t, run_op(t.op), compiled)], options.json)
 

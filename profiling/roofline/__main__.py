@@ -10,14 +10,21 @@ from typing import Any
 
 import torch
 
+from dmtp_kernels._cli_options import set_threads
 from dmtp_kernels.bench.progress import Progress
+from profiling.command import Parser, check_range, command
 from profiling.roofline import estimate, measured
 from profiling.roofline.hardware import GPUS
 
+MOST_CONTEXT = 1 << 24
+"""Tokens; the longest context of a served model is a sixteenth of it."""
+MOST_ROUNDS = 10**6
 
+
+@command("profiling.roofline")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 with a message for an argument that means nothing."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m profiling.roofline",
         description="How far each op is from the limit of this machine, and estimated rounds on GPUs.",
     )
@@ -35,18 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.op and options.estimates:
         parser.error("--op measures, --estimates does not")
-    if options.context < 0:
-        parser.error(f"--context: is {options.context}, must be at least 0")
+    check_range("--context", options.context, 0, MOST_CONTEXT)
+    check_range("--rounds", options.rounds, 1, MOST_ROUNDS)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: is cuda, no CUDA device is visible")
     if options.threads is not None:
-        if options.threads < 1:
-            parser.error(f"--threads: is {options.threads}, must be at least 1")
-        torch.set_num_threads(options.threads)
-    try:
-        found = _found(options)
-    except ValueError as error:
-        parser.error(str(error))
+        set_threads(options.threads, option="--threads", least=1)
+    found = _found(options)
     print(json.dumps(found, indent=1) if options.json else _text(found))
     return 0
 
@@ -56,7 +58,7 @@ def _found(options: argparse.Namespace) -> dict[str, Any]:
     if not options.op:
         names, known = options.gpu.split(","), {gpu.name: gpu for gpu in GPUS}
         models = options.model.split(",")
-        for label, given, all_of in (("gpu", names, known), ("model", models, estimate.MODELS)):
+        for label, given, all_of in (("--gpu", names, known), ("--model", models, estimate.MODELS)):
             for name in given:
                 if name not in all_of:
                     raise ValueError(f"{label}: is {name!r}, must be among {', '.join(all_of)}")

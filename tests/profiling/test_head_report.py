@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,8 +42,3 @@ def test_tables(head: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("3000 rows x 64, torch.bfloat16; 40 states")
     assert "| int8 | 72 |" in certified and "low_rank" not in certified
     assert "| int4_g32, 32 rows |" in uncertified and "deflated" not in uncertified
-
-
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        head_report.main(["--head", str(tmp_path / "none")])

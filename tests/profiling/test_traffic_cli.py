@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_an_op_without_cases_is_an_error() -> None:
     done = run("--op", "no_such_op")
-    assert done.returncode == 2 and "no traffic cases of no_such_op" in done.stderr
+    assert done.returncode == 2 and "--op: is no_such_op, must be an op with traffic cases" in done.stderr
 
 
 def test_table_aligns_numbers_right() -> None:
