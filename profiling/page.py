@@ -7,8 +7,6 @@ What was not measured is said to be so.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,9 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dmtp_kernels._files import check_file, write_text
 from dmtp_kernels._library import registered
+from profiling.command import Parser, command
+from profiling.results import Place, Refused, cases, check_verdict, is_result, load
 
-KIND = "dmtp bench ops"
 FIRST = "fused_t1_prep"
 _NONE = '<span class="none">not measured</span>'
 _SPEEDS, _SHARES, _HEIGHT = 260, 210, 22
@@ -96,7 +96,7 @@ def _op_rows(op: str, cases: Sequence[dict[str, Any]]) -> str:
 def _row(case: dict[str, Any], *, first: bool, scale: float) -> str:
     op = case["entries"]["op"]
     eager, compiled = (case["speedup"].get(name) for name in ("eager", "compiled"))
-    sizes = " ".join(f"{name}&nbsp;{size:,}" for name, size in case["shape"].items())
+    sizes = " ".join(f"{escape(name)}&nbsp;{size:,}" for name, size in case["shape"].items())
     name = f"{escape(case['op'])}<br><small>{escape(case['backend'])}</small>" if first else ""
     wrong = "" if case["agrees"] else f' <span class="wrong">wrong: {escape(str(case["disagreement"]))}</span>'
     share = case["share_of_bandwidth"]
@@ -166,32 +166,64 @@ def _svg(marks: str, width: int, x: float, label: str) -> str:
     )
 
 
-def results_in(data: Any, name: str) -> Iterator[dict[str, Any]]:
+def results_in(name: str) -> Iterator[dict[str, Any]]:
     """What one file holds: a result, or those of a `gpu_check.sh`.
 
     Raises:
-        ValueError: neither.
+        Refused: neither, or something that the page shows is missing or wrong.
     """
-    found = [data] if isinstance(data, dict) and data.get("kind") == KIND else []
-    if isinstance(data, dict) and isinstance(data.get("results"), dict):
-        found = [r for r in data["results"].values() if isinstance(r, dict) and r.get("kind") == KIND]
+    data = load(name)
+    found = [data] if is_result(data) else []
+    if not found and isinstance(data.value, dict) and isinstance(data.value.get("results"), dict):
+        found = [place for place in data["results"].items() if is_result(place)]
     if not found:
-        raise ValueError(f"{name}: holds no result of `dmtp bench ops`")
-    yield from found
+        raise Refused(f"{name}: holds no result of `dmtp bench ops`")
+    for place in found:
+        _check(place)
+        yield place.value
 
 
+def _check(run: Place) -> None:
+    where = run["environment"]
+    for key in ("device", "clock"):
+        where[key].text()
+    where["threads"].count()
+    where["scale"].count()
+    for load_average in where["load"].entries():
+        load_average.amount()
+    for name in (where["commit"], *where["versions"].items()):
+        if name.value is not None:
+            name.text()
+    if run["bandwidth_gb_s"].value is not None:
+        run["bandwidth_gb_s"].positive()
+    for case in cases(run):
+        check_verdict(case)
+        case["backend"].text()
+        case["eager_is"].text()
+        for size in case["shape"].items():
+            size.count(least=0)
+        for summary in (case["entries"]["op"], *case["speedup"].items()):
+            for key in ("median", "q1", "q3"):
+                summary[key].positive()
+        if case["share_of_bandwidth"].value is not None:
+            case["share_of_bandwidth"].amount()
+
+
+@command("page")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 for a file that is not what it must be."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.page", description=__doc__.partition("\n")[0])
-    parser.add_argument("results", nargs="+", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
+    parser = Parser(prog="python -m profiling.page", description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="+", help="JSON of `dmtp bench ops` or of gpu_check.sh")
+    parser.add_argument("--output", type=Path, required=True, help="the page; what is there is replaced")
     options = parser.parse_args(arguments)
-    try:
-        results = [r for f in options.results for r in results_in(json.loads(f.read_text()), str(f))]
-    except (OSError, ValueError) as error:
-        print(f"page: {error}", file=sys.stderr)
-        return 2
-    options.output.write_text(page(results))
+    check_file("--output", options.output)
+    results = [r for name in options.results for r in results_in(name)]
+    for name in options.results:
+        if options.output.exists() and options.output.samefile(name):
+            raise ValueError(f"--output: is {options.output}, which is one of the results")
+    # a name may hold half a surrogate pair, which no file can
+    text = page(results).encode("utf-8", "replace").decode("utf-8")
+    write_text("--output", options.output, text)
     return 0
 
 

@@ -61,7 +61,7 @@ class Place:
 
     def count(self, least: int = 1) -> int:
         """A whole number."""
-        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < least:
+        if not isinstance(self.value, int) or not _number(self.value) or self.value < least:
             raise self.refuse(f"must be a whole number of at least {least}")
         return self.value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import pytest
 
 from dmtp_kernels._library import registered
 from profiling import page
+from profiling.results import KIND
+from tests.profiling.damaged_results import GONE, damaged
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -48,7 +51,7 @@ def result(ops: Sequence[str], **changes: Any) -> dict[str, Any]:
     ]
     where = {"device": "Some <CPU>", "threads": 1, "clock": "cpu", "scale": 1, "load": [0.5, 1.5], "commit": "abc1234"}
     where["versions"] = {"torch": "2.13.0", "triton": None}
-    return {"kind": page.KIND, "environment": where, "bandwidth_gb_s": 17.2, "cases": cases} | changes
+    return {"kind": KIND, "environment": where, "bandwidth_gb_s": 17.2, "cases": cases} | changes
 
 
 def browser() -> str:
@@ -123,3 +126,74 @@ def test_results_of_the_gpu_check_are_taken(tmp_path: Path, capsys: pytest.Captu
     source.write_text('{"results": {"ops": "not measured"}}')
     assert page.main([str(source), "--output", str(path)]) == 2
     assert "holds no result" in capsys.readouterr().err
+
+
+FINE: dict[str, tuple[Any, ...]] = {
+    **{"commit": ("x", None), "torch": ("x", None, GONE), "triton": ("x", GONE), "disagreement": ("x",)},
+    **{"bandwidth_gb_s": (None,), "share_of_bandwidth": (None, 0), "load": ([],), "load.0": (0,)},
+    **{"versions": ({}, {"x": None}), "shape": ({}, {"x": 1}), "speedup": ({},), "eager": (GONE,), "B": (0, GONE)},
+    **{key: ("x",) for key in ("device", "clock", "0.op", "case", "backend", "eager_is")},
+}
+"""What need not be as it was, by its last key or its last two."""
+
+
+def test_whatever_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = result(["commit_kv"])
+    good["cases"][0]["shape"] = {"B": 1}
+    source, path = tmp_path / "r.json", tmp_path / "page.html"
+    for keys, garbage, run in damaged(good):
+        source.write_text(json.dumps(run))
+        path.write_text("old")
+        code, said = page.main([str(source), "--output", str(path)]), capsys.readouterr()
+        fine = garbage in FINE.get(keys[-1], FINE.get(".".join(map(str, keys[-2:])), ()))
+        where = f"{keys} = {garbage!r}: {code}, {said.err}"
+        assert code == (0 if fine else 2), where
+        if code == 2:
+            assert said.err.count("\n") == 1 and said.err.startswith(f"page: error: {source}: "), where
+            assert path.read_text() == "old"
+        else:
+            assert not re.search(r"\b(nan|inf|None)\b", path.read_text()), where
+
+
+def test_text_of_the_file_is_no_markup(tmp_path: Path) -> None:
+    script = "<script>alert(1)</script>\"'&\ud800"
+    run = result(["commit_kv"])
+    run["environment"] |= {"device": script, "clock": script, "commit": script, "versions": {script: script}}
+    run["cases"][0] |= {"agrees": False, "eager_is": script, "speedup": {script: {"median": 1, "q1": 1, "q3": 1}}}
+    run["cases"][0] |= dict.fromkeys(("op", "case", "backend", "disagreement"), script) | {"shape": {script: 1}}
+    source, path = tmp_path / "r.json", tmp_path / "page.html"
+    source.write_text(json.dumps(run))
+    assert page.main([str(source), "--output", str(path)]) == 0
+    text = path.read_text(encoding="utf-8")
+    assert "<script" not in text and text.count("&lt;script&gt;alert(1)") == 10
+
+
+def test_an_output_that_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "r.json"
+    text = json.dumps(result(["commit_kv"]))
+    source.write_text(text)
+    (tmp_path / "link").symlink_to(source)
+    for output, why in (
+        (source, "which is one of the results"),
+        (tmp_path / "link", "which is one of the results"),
+        (tmp_path, "must be a file in a directory"),
+        (Path("/nonexistent/p.html"), "must be a file in a directory"),
+        (Path("/dev/full"), "must be a regular file"),
+    ):
+        assert page.main([str(source), "--output", str(output)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"page: error: --output: is {output}") and why in said and said.count("\n") == 1
+    assert source.read_text() == text and sorted(tmp_path.iterdir()) == [tmp_path / "link", source]
+
+
+def test_a_full_disk_leaves_the_old_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, path = tmp_path / "r.json", tmp_path / "page.html"
+    source.write_text(json.dumps(result(registered())))
+    path.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        assert page.main([str(source), "--output", str(path)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "old" and f"--output: cannot write {path}" in capsys.readouterr().err
