@@ -10,8 +10,10 @@ import contextlib
 import functools
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Never
 
 INTERRUPTED = 130
@@ -59,6 +61,37 @@ def check_range(option: str, value: float, least: float, most: float = math.inf)
         return
     bounds = f"at least {least:,g}" if math.isinf(most) else f"between {least:,g} and {most:,g}"
     raise ValueError(f"{option}: is {value}, must be {bounds}")
+
+
+def make_directory(option: str, path: Path) -> None:
+    """Make a directory that files are written to, with those above it.
+
+    Raises:
+        ValueError: it cannot be made or written to; names the option.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}: is {path}, must be a directory: {error.strerror or error}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: is {path}, must be a directory that can be written")
+
+
+@contextlib.contextmanager
+def ends_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave the block as an error would, exit code 128 + N, so that what it started is ended."""
+
+    def end(number: int, _: object) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _drop_output() -> None:

@@ -9,8 +9,11 @@ as `profiling.compare`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -18,9 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dmtp_kernels._cli_options import set_threads
+from dmtp_kernels.bench.cases import Suite
+from dmtp_kernels.bench.environment import open_device
 from dmtp_kernels.bench.progress import Progress, Report, silent
 from profiling import compare
+from profiling.command import Parser, check_range, command, ends_on_signals, make_directory
 
+SIDES = ("old", "new")
 WORKER = ("-m", "dmtp_kernels.bench.worker")
 SCALE, PROCESSES, SEATINGS, ROUNDS = 256, 3, 16, 2
 """Sizes over the serving ones, such that weights nearly fit a core's own cache: what moves through shared caches and
@@ -28,17 +36,22 @@ memory is others' to slow down."""
 
 
 class Worker:
-    """One side's process."""
+    """One side's process, with all that it starts in a session of its own: Ctrl-C is the parent's to answer."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd="/",  # each interpreter's own package, not the one lying here
-            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (environment or {}),
-        )
+    def __init__(self, side: str, command: Sequence[str]) -> None:
+        self._name = f"{side} ({command[0]})"
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd="/",  # each interpreter's own package, not the one lying here
+                env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise compare.Refused(f"{self._name}: cannot be run: {error.strerror or error}") from None
 
     def send(self, **command: Any) -> None:
         assert self._process.stdin is not None
@@ -46,21 +59,31 @@ class Worker:
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise compare.Refused(f"{self._process.args!r} ended") from None
+            raise self._ended() from None
 
     def answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise compare.Refused(f"{self._process.args!r} ended, exit code {self._process.wait()}")
-        return json.loads(line)
+            raise self._ended()
+        try:
+            found = json.loads(line)
+        except ValueError:
+            raise compare.Refused(f"{self._name}: is no worker, it said {line.strip()[:80]!r}") from None
+        if isinstance(found, dict) and "error" in found:
+            raise compare.Refused(f"{self._name}: {found['error']}")
+        return found
+
+    def _ended(self) -> compare.Refused:
+        return compare.Refused(f"{self._name}: ended with exit code {self._process.wait()}")
 
     def ask(self, **command: Any) -> Any:
         self.send(**command)
         return self.answer()
 
     def close(self) -> None:
-        self._process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
 
@@ -96,7 +119,8 @@ def measure(
     for process in range(processes):
         workers: list[Worker] = []
         try:
-            workers = [Worker(command) for command in commands]
+            for side, words in zip(SIDES, commands, strict=True):
+                workers.append(Worker(side, words))
             for worker in workers:
                 worker.send(start=start)
             for worker in workers:
@@ -114,7 +138,7 @@ def measure(
                         for worker in workers[:: 1 if (seating + turn + i) % 2 else -1]:
                             worker.ask(turn=i)
             session = uuid.uuid4().hex
-            for worker, side, of, passed in zip(workers, ("old", "new"), files, tested, strict=True):
+            for worker, side, of, passed in zip(workers, SIDES, files, tested, strict=True):
                 of.append(str((output / f"{side}.{process}.json").absolute()))
                 worker.ask(report=of[-1], session=session, tests=passed)
         finally:
@@ -123,9 +147,10 @@ def measure(
     return ",".join(files[0]), ",".join(files[1])
 
 
+@command("pair")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: as `profiling.compare`."""
-    parser = argparse.ArgumentParser(prog="python -m profiling.pair", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="python -m profiling.pair", description=__doc__.partition("\n")[0])
     parser.add_argument("old", help="python of the old checkout")
     parser.add_argument("new", help="python of the new checkout")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
@@ -138,26 +163,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tests", action="store_true", help="first run the ops' tests in both checkouts")
     parser.add_argument("--gate", type=float, default=5.0, help="percent")
     options = parser.parse_args(arguments)
-    options.output.mkdir(parents=True, exist_ok=True)
+    old, new = (_worker(side, getattr(options, side)) for side in SIDES)
+    _check(options)
+    make_directory("--output", options.output)
     progress = Progress()
     try:
-        old, new = measure(
-            [(options.old, *WORKER), (options.new, *WORKER)],
-            options.output,
-            names=options.op,
-            processes=options.processes,
-            seatings=options.seatings,
-            scale=options.scale,
-            threads=options.threads,
-            device=options.device,
-            tests=options.tests,
-            say=progress,
-        )
-        progress.done()
+        with ends_on_signals():
+            files = measure(
+                [old, new],
+                options.output,
+                names=options.op,
+                processes=options.processes,
+                seatings=options.seatings,
+                scale=options.scale,
+                threads=options.threads,
+                device=options.device,
+                tests=options.tests,
+                say=progress,
+            )
     except compare.Refused as reason:
-        print(f"pair: no verdict: {reason}", file=sys.stderr)
+        print(f"pair: no verdict: {' '.join(str(reason).split())}", file=sys.stderr)
         return 2
-    return compare.main([old, new, "--gate", str(options.gate)])
+    finally:
+        progress.done()
+    return compare.main([*files, "--gate", str(options.gate)])
+
+
+def _worker(side: str, interpreter: str) -> tuple[str, ...]:
+    found = shutil.which(interpreter)
+    if found is None:
+        raise ValueError(f"{side}: is {interpreter}, must be the Python of a checkout")
+    # a relative name would be looked up where the worker runs; a link stays, it says whose environment it is
+    return (os.path.abspath(found), *WORKER)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What the workers and `compare` would refuse, before anything runs."""
+    check_range("--gate", options.gate, compare.PAIRED)
+    check_range("--processes", options.processes, 1)
+    check_range("--seatings", options.seatings, 1)
+    set_threads(options.threads, option="--threads", least=1)
+    for _ in Suite(open_device(options.device, 0), options.scale).cases(options.op):
+        break
+    if "," in str(options.output.absolute()):
+        raise ValueError(f"--output: is {options.output.absolute()}, must have no comma, which joins names of files")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,120 @@
+"""`profiling.pair`: what cannot be is refused before anything runs, and no worker outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmtp_kernels._cli_options import MOST_THREADS
+from profiling import pair
+
+ROOT = Path(pair.__file__).parents[1]
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nonexistent", "PY"], "old: is /nonexistent, must be the Python of a checkout"),
+        (["PY", "/etc/passwd"], "new: is /etc/passwd, must be the Python of a checkout"),
+        (["PY", "/"], "new: is /, must be the Python of a checkout"),
+        (["PY", "PY", "--output", "/dev/null/x"], "--output: is /dev/null/x, must be a directory: Not a directory"),
+        (["PY", "PY", "--output", __file__], f"--output: is {__file__}, must be a directory: File exists"),
+        (["PY", "PY", "--output", "a,b"], f"--output: is {Path('a,b').absolute()}, must have no comma"),
+        (["PY", "PY", "--gate", "1"], "--gate: is 1.0, must be at least 2"),
+        (["PY", "PY", "--gate", "inf"], "--gate: is inf, must be at least 2"),
+        (["PY", "PY", "--gate", "x"], "argument --gate: invalid float value: 'x'"),
+        (["PY", "PY", "--processes", "0"], "--processes: is 0, must be at least 1"),
+        (["PY", "PY", "--seatings", "0"], "--seatings: is 0, must be at least 1"),
+        (["PY", "PY", "--scale", "0"], "scale: is 0, must be between 1 and 4,096"),
+        (["PY", "PY", "--scale", "9999999999"], "scale: is 9999999999, must be between 1 and 4,096"),
+        (["PY", "PY", "--threads", "0"], f"--threads: is 0, must be between 1 and {MOST_THREADS}"),
+        (["PY", "PY", "--threads", "99999999"], "--threads: is 99999999, must be between 1 and"),
+        (["PY", "PY", "--device", "foo"], "device: is 'foo', must be cpu"),
+        (["PY", "PY", "--op", "nope"], "op: is 'nope', must be among"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(pair, "measure", lambda *_, **__: pytest.fail("ran"))
+    words = [sys.executable if word == "PY" else word for word in arguments]
+    threads = torch.get_num_threads()
+    try:
+        code: int | str | None = pair.main(["--output", str(tmp_path / "out"), *words])
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr()
+    assert code == 2 and said.out == "" and said.err.count("\n") == 1, said.err
+    assert said.err.partition("error: ")[2].startswith(message), said.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("""read line; echo '{"error": "is in '$PWD'"}'""", "is in /"),
+        ("echo 'no worker'", "is no worker, it said 'no worker'"),
+        ("exit 3", "ended with exit code 3"),
+    ],
+)
+def test_what_is_no_worker_is_no_verdict(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script(tmp_path / "python", text)
+    monkeypatch.chdir(tmp_path)
+    # a relative name is one of this directory, not of the worker's
+    assert pair.main(["./python", sys.executable, "--output", "out", "--op", "accept_prefix"]) == 2
+    said = capsys.readouterr().err
+    assert f"pair: no verdict: old ({tmp_path}/python): {message}\n" in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_workers_too(number: int, code: int, tmp_path: Path) -> None:
+    # like the tests of a worker: a child of its own, which would go on for a minute
+    waits = script(tmp_path / "python", f"sleep 60 & echo $! >> {tmp_path}/pids; echo $$ >> {tmp_path}/pids; wait")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "profiling.pair", waits, waits, "--output", str(tmp_path / "out")],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = tmp_path / "pids"
+    end = time.monotonic() + 40
+    while time.monotonic() < end and not (pids.exists() and len(pids.read_text().split()) == 4):
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.communicate(timeout=20)[1] == "" and process.returncode == code
+    for pid in map(int, pids.read_text().split()):
+        assert ended(pid), f"{pid} still runs"
+
+
+def ended(pid: int) -> bool:
+    """Whether a process ends within five seconds; one that nobody waited for has ended too."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False
