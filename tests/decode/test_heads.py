@@ -12,10 +12,11 @@ from dmtp_kernels.decode import heads
 from dmtp_kernels.decode import round as rounds
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.method import METHODS, SHIPPED
-from dmtp_kernels.decode.request import Request
+from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.work import Work
 from dmtp_kernels.models.drafter import Drafter
 from tests.decode.engine_cases import CHECKPOINT, REQUESTS, engine_of, run
+from tests.decode.test_distribution import CHECKPOINT as FEW
 from tests.decode.test_distribution import p_value, sampled_counts
 
 WALKS = [name for name in METHODS if name not in SHIPPED]
@@ -104,6 +105,27 @@ def test_what_sampled_drafts_were_drawn_from(method: str) -> None:
             kept = scores >= scores.topk(5).values[-1]
             want = (scores / 0.8).masked_fill(~kept, -torch.inf).softmax(0)
             torch.testing.assert_close(weights[row, slot] / weights[row, slot].sum(), want, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", WALKS)
+def test_accepted_walks_are_the_autoregressive_text(method: str) -> None:
+    """Four tokens to choose from: candidates are accepted several at a time, and the text is the target's own."""
+    requests = [
+        Request(tuple((seed * i) % 4 for i in range(1, 4 + seed)), 60, temperature=0.5 * (seed % 2), seed=seed)
+        for seed in range(1, 7)
+    ]
+
+    def decoded(name: str, verification: str = "target") -> list[Completion]:
+        return Engine(FEW, name, max_batch=3, max_tokens=96, page_size=8, verification=verification).run(requests)
+
+    plain, several = decoded("autoregressive"), 0
+    for verification in ("target", "rejection", "block"):
+        got = decoded(method, verification)
+        rows = range(6) if verification == "target" else range(1, 6, 2)
+        assert all(got[row].tokens == plain[row].tokens for row in rows)
+        several += sum(sum(c.histogram[2:]) for c in got)
+    assert several > 5
 
 
 CASES = [
