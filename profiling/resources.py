@@ -152,9 +152,9 @@ def measure(work: Sequence[tuple[str, str, int]]) -> list[Usage | str]:
     with ProcessPoolExecutor(min(PROCESSES, len(work)), mp_context=context) as pool, _interruptible():
         # Ctrl-C goes to the whole group; workers inherit that they ignore it and are ended from here
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        results = pool.map(_work, *zip(*work, strict=True))
+        results = [pool.submit(_work, *row) for row in work]
         signal.signal(signal.SIGINT, handler)
-        return list(results)
+        return [result.result() for result in results]
 
 
 @contextlib.contextmanager

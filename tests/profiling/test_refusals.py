@@ -136,9 +136,12 @@ def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as child:
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
         until = time.monotonic() + 60
-        while not any(tmp_path.iterdir()) and time.monotonic() < until:
-            time.sleep(0.05)
+        # two workers, which begin with imports, and the tracker of multiprocessing
+        while len(children.read_text().split()) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3)
         os.killpg(child.pid, signal.SIGINT)
         out, err = child.communicate(timeout=20)
     assert child.returncode == 130 and not out and not err
