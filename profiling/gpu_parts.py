@@ -6,7 +6,6 @@ part needs, it may lack. Results go to `<output>/<device>.json`, what the parts 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from profiling.command import Parser, command, ends_on_signals, make_directory
+
 ROOT = Path(__file__).parents[1]
 TOTAL_SECONDS = 295.0
 PEERS = ("flash_attn", "flash_attn_interface", "flashinfer", "vllm", "sglang")
@@ -30,6 +31,7 @@ MEMCHECK = {
     **{"lm_head_select": "odd", "lm_head_screen": "int8", "lm_head_rescore": "list"},
 }
 """The small case of each op that runs under compute-sanitizer."""
+_PROBE_SECONDS = 60
 _PROBE = """
 import importlib.util, json, torch
 name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -108,6 +110,7 @@ def run(part: Part, limit: float, log: TextIO) -> tuple[dict[str, Any], Any]:
             part.command,
             cwd=ROOT,
             text=True,
+            errors="replace",
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if part.result else log,
             stderr=log,
@@ -144,16 +147,24 @@ def _without_samples(value: Any) -> Any:
 def check(
     output: Path, dry: bool, chosen: Sequence[Part] | None = None, total: float = TOTAL_SECONDS
 ) -> dict[str, Any]:
-    """Run all parts and write the results; also what they are."""
+    """Run all parts and write the results; also what they are.
+
+    Raises:
+        ValueError: nothing can run here, or the results cannot be written.
+    """
     start = time.monotonic()
-    probe = subprocess.run([sys.executable, "-c", _PROBE % (PEERS,)], capture_output=True, text=True, timeout=60)
+    make_directory("--output", output)
+    words = [sys.executable, "-c", _PROBE % (PEERS,)]
+    try:
+        probe = subprocess.run(words, capture_output=True, text=True, timeout=_PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{sys.executable} has not imported torch in {_PROBE_SECONDS} s") from None
     if probe.returncode != 0:
-        raise RuntimeError(f"{sys.executable} has no torch: {probe.stderr.strip().splitlines()[-1]}")
+        raise ValueError(f"{sys.executable} has no torch: {probe.stderr.strip()[-200:]}")
     machine = json.loads(probe.stdout)
     if machine["device"] is None and not dry:
-        raise RuntimeError("no CUDA device; --dry-run runs what a CPU can")
+        raise ValueError("no CUDA device; --dry-run runs what a CPU can")
     name = "dry-run" if dry else machine["device"].lower().replace(" ", "-")
-    output.mkdir(parents=True, exist_ok=True)
     records, results = [], {}
     with (output / f"{name}.log").open("w") as log:
         for part in parts() if chosen is None else chosen:
@@ -177,8 +188,19 @@ def check(
         "parts": records,
         "results": results,
     }
-    (output / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    _replace(output / f"{name}.json", json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _replace(path: Path, text: str) -> None:
+    # not by dmtp_kernels._files: a package that cannot be imported is a finding here
+    part = path.with_suffix(".part")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ValueError(f"--output: cannot write {path}: {error.strerror or error}") from None
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -205,18 +227,16 @@ def _case_line(case: dict[str, Any]) -> str:
     return f"{case['op']} {case['case']}: {case['entries']['op']['median']:.4f} ms, {against}, {share}{wrong}"
 
 
+@command("gpu_check")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 where a part failed or timed out, 2 where nothing can run."""
-    parser = argparse.ArgumentParser(prog="profiling/gpu_check.sh", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="profiling/gpu_check.sh", description=__doc__.partition("\n")[0])
     parser.add_argument("--dry-run", action="store_true", help="only the parts that a CPU can run")
     parser.add_argument("--output", type=Path, help="default: profiling/results, of a dry run build/gpu_check")
     options = parser.parse_args(arguments)
     output = options.output or ROOT / ("build/gpu_check" if options.dry_run else "profiling/results")
-    try:
+    with ends_on_signals():
         found = check(output, options.dry_run)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-        print(f"gpu_check: {error}", file=sys.stderr)
-        return 2
     print(summary(found))
     if options.dry_run:
         print("dry run: nothing was measured on a GPU")

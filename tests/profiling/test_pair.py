@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,14 +13,9 @@ import torch
 
 from dmtp_kernels._cli_options import MOST_THREADS
 from profiling import pair
+from tests.profiling.processes import ended, script
 
 ROOT = Path(pair.__file__).parents[1]
-
-
-def script(path: Path, text: str) -> str:
-    path.write_text("#!/bin/sh\n" + text)
-    path.chmod(0o755)
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +66,7 @@ def test_what_cannot_be_is_refused_at_once(
     ("text", "message"),
     [
         ("""read line; echo '{"error": "is in '$PWD'"}'""", "is in /"),
-        ("echo 'no worker'", "is no worker, it said 'no worker'"),
+        ("read line; echo 'no worker'", "is no worker, it said 'no worker'"),
         ("exit 3", "ended with exit code 3"),
     ],
 )
@@ -105,16 +99,3 @@ def test_a_signal_ends_the_workers_too(number: int, code: int, tmp_path: Path) -
     assert process.communicate(timeout=20)[1] == "" and process.returncode == code
     for pid in map(int, pids.read_text().split()):
         assert ended(pid), f"{pid} still runs"
-
-
-def ended(pid: int) -> bool:
-    """Whether a process ends within five seconds; one that nobody waited for has ended too."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (ProcessLookupError, FileNotFoundError):
-            return True
-        time.sleep(0.05)
-    return False
