@@ -30,6 +30,7 @@ from dmtp_kernels.cli_profile import profile_command
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, read_record, run_method
+from dmtp_kernels.decode.memory import check_fits
 from dmtp_kernels.decode.method import METHODS, SHIPPED, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
@@ -82,7 +83,9 @@ def generate(
         Request(tuple(text), max_new_tokens, temperature, top_k, top_p, seed + i, stop_ids=stop) for i in range(batch)
     ]
     limit = models.target.config.max_positions - MAX_ROWS
-    engine = Engine(models, chosen, max_batch=batch, max_tokens=max(2, min(limit, len(text) + max_new_tokens)))
+    longest = max(2, min(limit, len(text) + max_new_tokens))
+    check_fits("batch", batch, models, [chosen], longest)
+    engine = Engine(models, chosen, max_batch=batch, max_tokens=longest)
     completions = _stream(engine, requests, quiet=as_json or ids is not None)
     verdict = _check(models, chosen.name, requests, completions) if check else None
     if as_json:

@@ -15,9 +15,10 @@ from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
 from dmtp_kernels._files import check_file
 from dmtp_kernels.decode.engine import Engine
+from dmtp_kernels.decode.memory import check_fits
 from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.decode.profile import WARMUP, profile_methods
-from dmtp_kernels.decode.profile_files import TRACE_SUFFIXES, figure_class, plot_stages, trace_rounds
+from dmtp_kernels.decode.profile_files import check_trace, figure_class, plot_stages, trace_rounds
 from dmtp_kernels.decode.profile_table import beside, overhead_table, own_share
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
@@ -68,7 +69,7 @@ def profile_command(
     if where == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: is 'cuda', no CUDA device is visible")
     if trace is not None:
-        check_file("trace", trace, TRACE_SUFFIXES)
+        check_trace("trace", trace)
     if plot is not None:
         check_file("plot", plot, (".png",))
         figure_class()
@@ -76,6 +77,7 @@ def profile_command(
     for module in models.modules().values():
         module.to(where)
     limit = models.target.config.max_positions - MAX_ROWS
+    check_fits("batch", batch, models, chosen, limit)
     texts = [p["text"].encode()[: limit // 4] for p in held_out_prompts()]
     requests = [
         Request(tuple(text := texts[i % len(texts)]), limit - len(text), temperature, seed=i) for i in range(batch)
@@ -86,6 +88,7 @@ def profile_command(
 
     engines = [engine(index) for index in range(len(chosen))]
     results = profile_methods(engines, requests, rounds=rounds, warmup=warmup, graphs=graphs)
+    del engines  # the trace has one of its own
     results = [found | {"temperature": temperature, "verification": verification} for found in results]
     if trace is not None:
         trace_rounds(engine(0), requests, trace, rounds=min(TRACED, rounds), warmup=warmup)

@@ -14,6 +14,7 @@ import torch
 from dmtp_kernels.decode.agreement import teacher_forced_agreement
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
+from dmtp_kernels.decode.memory import check_fits
 from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED, Method
 from dmtp_kernels.decode.metrics import AcceptanceStats, bootstrap_interval
 from dmtp_kernels.decode.request import Completion, Request
@@ -60,8 +61,13 @@ def run_method(
     batch: int,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Run:
-    """Decode all requests with one method, `batch` rows at a time."""
+    """Decode all requests with one method, `batch` rows at a time.
+
+    Raises:
+        ValueError: the caches of so many rows do not fit into the memory that is free.
+    """
     longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    check_fits("batch", batch, checkpoint, [method], longest)
     engine = Engine(checkpoint, method, max_batch=batch, max_tokens=longest)
     ids = [engine.submit(request) for request in requests]
     done = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dmtp_kernels._files import replacing
+from dmtp_kernels._files import check_file, replacing
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.profile import WARMUP
 from dmtp_kernels.decode.request import Request
@@ -27,6 +27,19 @@ COLORS = {
     "advance": "#17becf",
 }
 """Colour of a stage's bars."""
+
+
+def check_trace(option: str, path: Path) -> None:
+    """See that a trace of that name can be written, before anything is measured.
+
+    Raises:
+        ValueError: `check_file` refuses, or the profiler cannot take the directory's name; names the option.
+    """
+    check_file(option, path, TRACE_SUFFIXES)
+    try:
+        str(path.resolve().parent).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{option}: is {path}, its directory must have a name in UTF-8") from None
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from dmtp_kernels.cli import app
 from dmtp_kernels.decode.profile import profile_methods
-from dmtp_kernels.decode.profile_files import COLORS, plot_stages, trace_rounds
+from dmtp_kernels.decode.profile_files import COLORS, check_trace, plot_stages, trace_rounds
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.decode.round import STAGES
 from tests.decode.engine_cases import engine_of, prompt
@@ -119,6 +119,23 @@ def test_a_bad_path_names_its_option_before_anything_runs(
     result = CliRunner().invoke(app, ["profile", option, str(tmp_path / name)])
     assert result.exit_code == 2 and f"error: {option[2:]}: is {tmp_path / name}, {message}" in result.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_a_directory_that_the_profiler_cannot_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    monkeypatch.setattr("dmtp_kernels.cli_profile.load_checkpoint", lambda *_, **__: pytest.fail("ran"))
+    result = CliRunner().invoke(app, ["profile", "--trace", str(folder / "a.json")])
+    assert result.exit_code == 2 and "its directory must have a name in UTF-8" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["\udcff.json", f"{'a' * 250}.json", "dangling.json"])
+def test_a_trace_may_have_any_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "dangling.json").symlink_to("new.json")
+    path = tmp_path / name
+    check_trace("trace", path)
+    trace_rounds(engine_of("dmtp"), REQUESTS, path, rounds=1, warmup=1)
+    assert json.loads(path.read_bytes())["traceEvents"] and (tmp_path / "dangling.json").is_symlink()
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
