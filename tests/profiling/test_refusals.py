@@ -150,3 +150,15 @@ def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
         for _ in range(100):
             os.killpg(child.pid, 0)
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize("module", ["bandwidth", "roofline", "launches", "resources", "traffic"])
+def test_an_interrupt_while_modules_load_is_silent(module: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", f"profiling.{module}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and not done.stdout and not done.stderr
+    (tmp_path / "torch.py").write_text("raise SystemError('shown')\n")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 1 and b"SystemError: shown" in done.stderr
