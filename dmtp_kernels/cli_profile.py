@@ -79,6 +79,8 @@ def profile_command(
     limit = models.target.config.max_positions - MAX_ROWS
     check_fits("batch", batch, models, chosen, limit)
     texts = [p["text"].encode()[: limit // 4] for p in held_out_prompts()]
+    if warmup >= (most := limit - max(map(len, texts))):
+        raise ValueError(f"warmup: is {warmup}, must be below {most}, the tokens that a request decodes")
     requests = [
         Request(tuple(text := texts[i % len(texts)]), limit - len(text), temperature, seed=i) for i in range(batch)
     ]

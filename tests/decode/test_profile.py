@@ -184,6 +184,12 @@ def command(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["profile", "--batch", "2", "--warmup", "1", *arguments])
 
 
+def test_a_warm_up_longer_than_any_request_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmtp_kernels.cli_profile.profile_methods", lambda *_, **__: pytest.fail("ran"))
+    result = CliRunner().invoke(app, ["profile", "--warmup", "2040"])
+    assert result.exit_code == 2 and "error: warmup: is 2040, must be below" in result.stderr
+
+
 def test_command_prints_json() -> None:
     result = command("--rounds", "3", "--json")
     assert result.exit_code == 0, result.output
