@@ -29,6 +29,7 @@ from profiling import compare
 from profiling.command import Parser, check_range, command, ends_on_signals, make_directory
 
 SIDES = ("old", "new")
+_UNKNOWN = "a package that does not say which"
 WORKER = ("-m", "dmtp_kernels.bench.worker")
 SCALE, PROCESSES, SEATINGS, ROUNDS = 256, 3, 16, 2
 """Sizes over the serving ones, such that weights nearly fit a core's own cache: what moves through shared caches and
@@ -98,7 +99,9 @@ def measure(
     scale: int = SCALE,
     threads: int = 1,
     device: str = "cpu",
+    clock: str | None = None,
     tests: bool = False,
+    same: bool = False,
     say: Report = silent,
 ) -> tuple[str, str]:
     """Run both sides' workers in turns; the files of either side, joined by commas, as `compare` takes them.
@@ -108,12 +111,14 @@ def measure(
         output: a directory.
         processes: pairs of processes, one after the other: where a process lies in memory moves times too.
         seatings: of a pair; `rounds` turns each.
+        clock: `cpu` or `wall`; default as `bench_ops`.
+        same: both sides may be one and the same package.
         tests: run the tests of the ops in both checkouts first; the files say how they went.
 
     Raises:
-        Refused: a worker ended, or the sides have other cases.
+        Refused: a worker ended, or the sides have other cases, or are the same package.
     """
-    start = {"names": names, "scale": scale, "threads": threads, "device": device}
+    start = {"names": names, "scale": scale, "threads": threads, "device": device, "clock": clock}
     files: tuple[list[str], list[str]] = ([], [])
     tested: list[Any] = [None, None]
     for process in range(processes):
@@ -123,8 +128,11 @@ def measure(
                 workers.append(Worker(side, words))
             for worker in workers:
                 worker.send(start=start)
-            for worker in workers:
-                worker.answer()
+            packages = [_package(worker.answer()) for worker in workers]
+            if process == 0:
+                print(*map("{}: {}".format, SIDES, packages), sep="\n", file=sys.stderr)
+            if packages[0] == packages[1] != _UNKNOWN and not same:
+                raise compare.Refused(f"both sides are {packages[0]}; --same compares it with itself")
             if tests and process == 0:
                 say("tests of the ops")
                 tested = [worker.ask(tests=names) for worker in workers]
@@ -160,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", type=int, default=SCALE, help="divides vocabulary, history and window")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--clock", choices=("cpu", "wall"), help="default: cpu on one thread, else wall")
+    parser.add_argument("--same", action="store_true", help="compare a package with itself, to see the noise")
     parser.add_argument("--tests", action="store_true", help="first run the ops' tests in both checkouts")
     parser.add_argument("--gate", type=float, default=5.0, help="percent")
     options = parser.parse_args(arguments)
@@ -178,7 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 scale=options.scale,
                 threads=options.threads,
                 device=options.device,
+                clock=options.clock,
                 tests=options.tests,
+                same=options.same,
                 say=progress,
             )
     except compare.Refused as reason:
@@ -187,6 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         progress.done()
     return compare.main([*files, "--gate", str(options.gate)])
+
+
+def _package(answer: Any) -> str:
+    """Where a worker's package lies and its commit; workers of before answer with less."""
+    return f"{answer['package']} at commit {answer['commit']}" if isinstance(answer, dict) else _UNKNOWN
 
 
 def _worker(side: str, interpreter: str) -> tuple[str, ...]:
@@ -203,6 +220,8 @@ def _check(options: argparse.Namespace) -> None:
     check_range("--processes", options.processes, 1)
     check_range("--seatings", options.seatings, 1)
     set_threads(options.threads, option="--threads", least=1)
+    if options.clock == "cpu" and options.threads > 1:
+        raise ValueError(f"--clock: is cpu, must be wall with {options.threads} threads")
     for _ in Suite(open_device(options.device, 0), options.scale).cases(options.op):
         break
     if "," in str(options.output.absolute()):

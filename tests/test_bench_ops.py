@@ -146,17 +146,18 @@ def test_a_worker_answers_line_by_line(
     red = {"passed": False, "summary": "1 failed"}
     monkeypatch.setattr(worker, "run_tests", lambda names: red | {"of": names})
     commands = [
-        {"start": {"names": ["accept_prefix"], "scale": 256, "threads": 1, "device": "cpu"}},
+        {"start": {"names": ["accept_prefix"], "scale": 256, "threads": 1, "device": "cpu", "clock": "wall"}},
         {"tests": ["accept_prefix"]},
         *({"seat": True}, {"turn": 1}, {"turn": 0}, {"seat": True}, {"turn": 0}, {"turn": 1}),
         {"report": str(output), "session": "s", "tests": red},
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(c) + "\n" for c in commands)))
     worker.serve()
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
-        *(True, red | {"of": ["accept_prefix"]}, 2, True, True, 2, True, True, True)
-    ]
+    started, *answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert Path(started["package"]) == Path(ops.__file__).parents[1] and started.keys() == {"package", "commit"}
+    assert answers == [red | {"of": ["accept_prefix"]}, 2, True, True, 2, True, True, True]
     report = json.loads(output.read_text())
+    assert report["environment"]["clock"] == "wall"
     assert report["session"] == "s" and report["seatings"] == 2 and report["tests"] == red
     assert [len(c["entries"]["op"]["samples"]) for c in report["cases"]] == [2, 2]
 

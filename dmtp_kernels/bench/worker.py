@@ -1,8 +1,8 @@
 """One side of a paired benchmark: takes turns as it is told, a line of JSON at a time, so that two commits alternate.
 
 `python -m dmtp_kernels.bench.worker` reads `{"start": {...}}` (the arguments of `Session`), `{"tests": names}`,
-`{"seat": true}`, `{"turn": i}` and `{"report": "FILE", ...}` and answers each with one line: `{"error": why}` where it
-is asked for what cannot be, and ends.
+`{"seat": true}`, `{"turn": i}` and `{"report": "FILE", ...}` and answers each with one line: the start with its package
+and commit, `{"error": why}` where it is asked for what cannot be, and ends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import dmtp_kernels
 from dmtp_kernels._files import write_text
 from dmtp_kernels.bench.environment import open_device, run_tests
+from dmtp_kernels.bench.measure import commit
 from dmtp_kernels.bench.ops import Session
 from dmtp_kernels.bench.turns import Plant
 
@@ -35,7 +37,8 @@ def _answer(command: dict[str, Any], session: Session | None, plant: Plant | Non
     if "start" in command:
         options = command["start"]
         device = open_device(options["device"], options["threads"])
-        return Session(options["names"], options["scale"], device=device, plant=plant), True
+        session = Session(options["names"], options["scale"], options.get("clock"), device, plant=plant)
+        return session, {"package": str(Path(dmtp_kernels.__file__).parent), "commit": commit()}
     assert session is not None
     if "report" in command:
         report = session.report() | {"session": command["session"], "tests": command["tests"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -65,7 +66,9 @@ def test_a_fault_of_ours_keeps_its_traceback() -> None:
 
 def test_a_full_disk_behind_stdout_is_a_line() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", FULL], stdout=full, stderr=subprocess.PIPE, text=True)
+        # buffered, so that what is printed fails when it ends
+        env = os.environ | {"PYTHONUNBUFFERED": ""}
+        done = subprocess.run([sys.executable, "-c", FULL], stdout=full, stderr=subprocess.PIPE, text=True, env=env)
     assert done.returncode == 2 and done.stderr == "x: error: [Errno 28] No space left on device\n"
 
 

@@ -233,7 +233,7 @@ def test_a_tenth_more_is_told_on_this_machine(tmp_path: Path) -> None:
     command = (sys.executable, *pair.WORKER)
     names = ["accept_prefix", "advance_round"]
     for other, slower in ((command, set()), ((sys.executable, "-c", PLANTED), {"accept_prefix"})):
-        files = pair.measure([command, other], tmp_path, names=names, processes=2, seatings=20)
+        files = pair.measure([command, other], tmp_path, names=names, processes=2, seatings=20, same=True)
         old, new = (compare.read(names) for names in files)
         compare.check(old, new)
         assert compare.paired(old, new) and len(old) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ ROOT = Path(pair.__file__).parents[1]
         (["PY", "PY", "--scale", "9999999999"], "scale: is 9999999999, must be between 1 and 4,096"),
         (["PY", "PY", "--threads", "0"], f"--threads: is 0, must be between 1 and {MOST_THREADS}"),
         (["PY", "PY", "--threads", "99999999"], "--threads: is 99999999, must be between 1 and"),
+        (["PY", "PY", "--clock", "cpu", "--threads", "2"], "--clock: is cpu, must be wall with 2 threads"),
         (["PY", "PY", "--device", "foo"], "device: is 'foo', must be cpu"),
         (["PY", "PY", "--op", "nope"], "op: is 'nope', must be among"),
     ],
@@ -79,6 +81,18 @@ def test_what_is_no_worker_is_no_verdict(
     assert pair.main(["./python", sys.executable, "--output", "out", "--op", "accept_prefix"]) == 2
     said = capsys.readouterr().err
     assert f"pair: no verdict: old ({tmp_path}/python): {message}\n" in said
+
+
+def test_a_package_against_itself_must_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [sys.executable, sys.executable, "--output", str(tmp_path), "--op", "accept_prefix"]
+    assert pair.main(words) == 2
+    package = ROOT / "dmtp_kernels"
+    assert f"pair: no verdict: both sides are {package} at commit " in capsys.readouterr().err
+    assert pair.main([*words, "--same", "--processes", "1", "--seatings", "1", "--clock", "wall"]) == 0
+    said = capsys.readouterr()
+    assert f"old: {package} at commit" in said.err and f"new: {package} at commit" in said.err
+    assert "2 undecided" in said.out
+    assert json.loads((tmp_path / "new.0.json").read_text())["environment"]["clock"] == "wall"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
