@@ -52,7 +52,8 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>dmtp_kernels: ops against eager PyTorch</title><style>{_STYLE}</style></head><body>"
         "<h1>dmtp_kernels: ops against eager PyTorch</h1>"
-        "<p>Bars are medians, the thin lines quartiles; the dot is the speed-up over torch.compile. The limit of an op "
+        "<p>Bars are medians, the thin lines quartiles; the axis of speed-ups is logarithmic, the dashed line is 1, "
+        "the dot the speed-up over torch.compile. The limit of an op "
         "is the bytes that a perfect kernel moves over the memory bandwidth measured in the same run. Ops of a few "
         "kilobytes are bound by the call itself, far below it.</p>"
         f"{body}</body></html>\n"
@@ -71,25 +72,27 @@ def _section(result: dict[str, Any]) -> str:
         + (f"{bandwidth:.1f} GB/s" if bandwidth else "not measured")
         + (f"; sizes are the serving ones over {where['scale']}" if where["scale"] != 1 else "; serving sizes"),
     ]
-    rows = "".join(_op_rows(op, result["cases"]) for op in _order(result["cases"]))
+    measured = _order(result["cases"])
+    absent = [op for op in registered() if op not in measured]
+    if not any("compiled" in case["speedup"] for case in result["cases"]):
+        absent.append("torch.compile")
+    if absent:
+        facts.append(f"not measured: {', '.join(absent)}")
+    rows = "".join(_op_rows(op, result["cases"]) for op in measured)
     return (
         f"<section><h2>{escape(where['device'])}</h2>{''.join(f'<p>{escape(f)}</p>' for f in facts)}<table>"
-        "<thead><tr><th>op</th><th>case</th><th>time, ms</th><th>speed-up</th><th>share of the limit</th>"
+        "<thead><tr><th>op</th><th>case</th><th>time, ms</th><th>speed-up (logarithmic)</th><th>share of the limit</th>"
         f"</tr></thead><tbody>{rows}</tbody></table></section>"
     )
 
 
 def _order(cases: Sequence[dict[str, Any]]) -> list[str]:
-    """The headline op, then as measured, then the ops that were not."""
-    measured = dict.fromkeys(c["op"] for c in cases)
-    names = [*measured, *(op for op in registered() if op not in measured)]
-    return sorted(names, key=lambda op: op != FIRST)
+    """The headline op, then as measured."""
+    return sorted(dict.fromkeys(c["op"] for c in cases), key=lambda op: op != FIRST)
 
 
 def _op_rows(op: str, cases: Sequence[dict[str, Any]]) -> str:
     own = [c for c in cases if c["op"] == op]
-    if not own:
-        return f'<tr class="first"><td class="op">{op}</td><td colspan="4">{_NONE}</td></tr>'
     return "".join(_row(case, first=i == 0, scale=_scale(cases)) for i, case in enumerate(own))
 
 
@@ -103,13 +106,13 @@ def _row(case: dict[str, Any], *, first: bool, scale: float) -> str:
     median = op["median"]
     shares = None if share is None else [share, share * median / op["q3"], share * median / op["q1"]]
     against = "eager PyTorch" if case["eager_is"] == "chain" else "the op's reference"
-    over = "not measured" if compiled is None else f"{compiled['median']:.2f}&times;"
+    over = "" if compiled is None else f"; torch.compile {compiled['median']:.2f}&times;"
     return (
         f'<tr{" class=first" if first else ""}><td class="op">{name}</td>'
         f'<td class="case">{escape(case["case"])}{wrong}<br><small>{sizes}</small></td>'
         f'<td class="num">{_ms(median)}<br><small>{_ms(op["q1"])} &ndash; {_ms(op["q3"])}</small></td>'
         f"<td>{_NONE if eager is None else _speedup(eager, compiled, scale)}"
-        f"<small>over {against}; torch.compile {over}</small></td>"
+        f"<small>over {against}{over}</small></td>"
         f"<td>{_NONE if shares is None else _share(*shares)}</td></tr>"
     )
 
