@@ -1,9 +1,9 @@
 """Two commits measured in turns: `python -m profiling.pair OLD_PYTHON NEW_PYTHON --output DIRECTORY`.
 
-Each is the interpreter of a checkout with its own build (`OLD/.venv/bin/python`). Both stay loaded and take turns, case
-by case, so that whatever else the machine does meets both alike; that is what lets `profiling.compare` tell 10 % on a
-machine that others use. Says which packages they are. Writes `old.N.json` and `new.N.json` for each pair of processes, then compares them; exit codes
-as `profiling.compare`.
+Each is the interpreter of a checkout with its own build (`OLD/.venv/bin/python`). Both stay loaded and take turns,
+case by case, so that whatever else the machine does meets both alike; that is what lets `profiling.compare` tell 10 %
+on a machine that others use. Says which packages they are. Writes `old.N.json` and `new.N.json` for each pair of
+processes, then compares them; exit codes as `profiling.compare`.
 """
 
 from __future__ import annotations
