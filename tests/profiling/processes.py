@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -11,6 +12,11 @@ def script(path: Path, text: str) -> str:
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
     return str(path)
+
+
+def heed_interrupts() -> None:
+    """For `preexec_fn`: a job started in the background ignores SIGINT, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ended(pid: int) -> bool:

@@ -17,7 +17,7 @@ from dmtp_kernels._library import registered
 from dmtp_kernels.bench.cases import specs
 from profiling import gpu_parts
 from profiling.gpu_parts import Part
-from tests.profiling.processes import ended, script
+from tests.profiling.processes import ended, heed_interrupts, script
 
 ROOT = gpu_parts.ROOT
 CASE = {"op": "x", "entry": "eager", "shape": {"B": 1}, "ms": 0.5, "ratio_to_eager": 2.0, "share_of_bandwidth": 0.25}
@@ -106,7 +106,7 @@ def test_a_signal_ends_the_part_that_runs(number: int, code: int, tmp_path: Path
     pids = tmp_path / "pids"
     waits = script(tmp_path / "waits", f"sleep 60 & echo $! >> {pids}; echo $$ >> {pids}; wait")
     command = [sys.executable, "-c", STARTS, waits, str(tmp_path / "out")]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
     end = time.monotonic() + 40
     while time.monotonic() < end and not (pids.exists() and len(pids.read_text().split()) == 2):
         time.sleep(0.05)

@@ -14,7 +14,7 @@ import torch
 
 from dmtp_kernels._cli_options import MOST_THREADS
 from profiling import pair
-from tests.profiling.processes import ended, script
+from tests.profiling.processes import ended, heed_interrupts, script
 
 ROOT = Path(pair.__file__).parents[1]
 
@@ -104,6 +104,7 @@ def test_a_signal_ends_the_workers_too(number: int, code: int, tmp_path: Path) -
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     )
     pids = tmp_path / "pids"
     end = time.monotonic() + 40

@@ -9,12 +9,14 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from dmtp_kernels._cli_options import MOST_THREADS
+from tests.profiling.processes import heed_interrupts
 
 ROOT = Path(__file__).parents[2]
 MANY = str(MOST_THREADS + 1)
@@ -133,9 +135,9 @@ def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "profiling.resources", "--op", "lm_head", "--arch", "90"]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    ) as child:
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "start_new_session": True}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, preexec_fn=heed_interrupts, **options) as child:
         children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
         until = time.monotonic() + 60
         # two workers, which begin with imports, and the tracker of multiprocessing
