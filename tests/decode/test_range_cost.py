@@ -86,8 +86,12 @@ def test_ranges_cost_less_than_a_hundredth_of_a_round(monkeypatch: pytest.Monkey
 
 
 def test_a_planted_cost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    share, error, ms = share_of_a_round(late, monkeypatch, turns=30)
-    print(f"\nplanted: {100 * share:+.2f} +- {100 * error:.2f} % of a round of {ms:.2f} ms")
+    # more turns where the machine is too busy to tell
+    for turns in (30, 60, 90):
+        share, error, ms = share_of_a_round(late, monkeypatch, turns)
+        print(f"\nplanted: {100 * share:+.2f} +- {100 * error:.2f} % of a round of {ms:.2f} ms")
+        if share - 2 * error > 0.01:
+            break
     assert share - 2 * error > 0.01
 
 
