@@ -98,7 +98,7 @@ def test_more_layers_than_tensors_is_seen_before_a_model_is_built(tmp_path: Path
     edit_config(tmp_path, change)
     started = time.monotonic()
     refused(tmp_path, kind, "4000 layers")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 2
 
 
 @each_kind
