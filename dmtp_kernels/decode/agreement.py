@@ -15,6 +15,8 @@ from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.method import Method
 from dmtp_kernels.decode.request import Completion
 from dmtp_kernels.decode.round import finish_round, propose
+from dmtp_kernels.decode.stack import Stack
+from dmtp_kernels.decode.state import BatchState
 from dmtp_kernels.models.checkpoint import Checkpoint
 
 
@@ -47,17 +49,24 @@ def _agree(checkpoint: Checkpoint, method: Method, texts: Sequence[Completion]) 
         choice[row, : len(completion.tokens)] = logits[len(prompt) - 1 : -1].argmax(dim=-1)
     longest = max(len(c.request.prompt) + c.request.max_new_tokens for c in texts)
     engine = Engine(checkpoint, method, max_batch=len(texts), max_tokens=longest)
-    for completion in texts:
-        engine.submit(completion.request)
+    row_of = {engine.submit(completion.request): row for row, completion in enumerate(texts)}
     engine.admit()
-    state = engine.state.rows(0, len(texts))
-    state.num_candidates.fill_(0)  # decode one token a round
+    engine.state.num_candidates.fill_(0)  # decode one token a round
     hits, count = torch.zeros(width, dtype=torch.int64), 0
-    for step in range(choice.shape[1] - width):
-        draft = propose(engine.stack, state)
-        live = lengths > step + width
-        matches = draft.candidates[:, 1 : width + 1] == choice[:, step + 1 : step + width + 1]
-        hits += (matches & live[:, None]).sum(dim=0)
+    anchor = torch.zeros(len(texts), dtype=torch.int64)  # which emitted token each text's round starts from
+
+    def counted_round(stack: Stack, state: BatchState) -> None:
+        nonlocal count
+        rows = torch.tensor([row_of[seat.request_id] for seat in engine.seats])
+        after = anchor[rows, None] + torch.arange(1, width + 1)
+        live = after[:, -1] < lengths[rows]
+        matches = propose(stack, state).candidates[:, 1 : width + 1] == choice[rows[:, None], after * live[:, None]]
+        hits.add_((matches & live[:, None]).sum(dim=0))
         count += int(live.sum())
-        finish_round(engine.stack, state)
+        anchor[rows] += 1
+        finish_round(stack, state)
+
+    engine.round_function = counted_round
+    while engine.busy:
+        engine.step()
     return hits, count
