@@ -90,7 +90,7 @@ test: $(SETUP)
 	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests/ops $(INTERPRETED) -k "lm_head or t1_prep or block_attention or draft_page or advance or accept or sample or commit_kv or commit_round or interpreted" $(PARALLEL)
 
 test-peer: $(PEER)
-	$(TEST_ENV) $(PY) -m pytest tests/models -k peer $(PARALLEL)
+	$(TEST_ENV) $(PY) -m pytest tests/models tests/engines/huggingface -k peer $(PARALLEL)
 
 lint: $(SETUP)
 	$(PY) -m ruff check .

@@ -39,8 +39,9 @@ def prefill(
         ctx_len = torch.full_like(state.length, start)
         passed = run_target(stack, prompt[:, start:stop], positions, state.target_table, ctx_len)
         valid = torch.full_like(state.length, stop - start)
-        target = stack.target_cache
-        store(target, passed.rows, valid, slots_of(state.target_table, positions, target.page_size))
+        if passed.rows.k:
+            target = stack.target_cache
+            store(target, passed.rows, valid, slots_of(state.target_table, positions, target.page_size))
         if stop == length:
             token = _first_token(stack, state, passed.hidden[:, -1], length)
             following = torch.cat([prompt[:, start + 1 :], token], dim=1)

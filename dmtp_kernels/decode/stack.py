@@ -31,7 +31,8 @@ class Stack:
 
     `verification` says how candidates are judged: `target` keeps those that equal the target's own draws, `rejection`
     and `block` draw the candidates too and keep them by speculative rejection sampling or block verification.
-    `mtp_steps` is the most candidates MTP proposes before the drafter continues.
+    `mtp_steps` is the most candidates MTP proposes before the drafter continues. `target_cache` has no layers where the
+    target keeps its rows itself.
     """
 
     method: Method
@@ -51,7 +52,7 @@ class Stack:
 
     def __post_init__(self) -> None:
         caches = {"target": self.target_cache, "drafter": self.drafter_cache, "mtp": self.mtp_cache}
-        self.owners = tuple(name for name, cache in caches.items() if cache is not None)
+        self.owners = tuple(name for name, cache in caches.items() if cache is not None and cache.k)
 
     def cache(self, owner: str) -> PagedCache:
         """The cache of one of the `owners`."""
@@ -147,7 +148,9 @@ def build_stack(
             capacity=None if most <= _LISTED else 4 * most,
         ),
         fusion=fusion,
-        target_cache=PagedCache.create(config.layer, config.num_layers, num_pages, page_size, dtype, device),
+        target_cache=PagedCache.create(
+            config.layer, 0 if target.keeps_rows else config.num_layers, num_pages, page_size, dtype, device
+        ),
         mtp_cache=None
         if mtp is None
         else PagedCache.create(mtp.config.layer, mtp.config.num_layers, num_pages + tails, page_size, dtype, device),

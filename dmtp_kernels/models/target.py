@@ -21,6 +21,9 @@ class TargetOutput(NamedTuple):
 class Target(nn.Module):
     """Dense Qwen3-shaped causal language model."""
 
+    keeps_rows = False
+    """Whether it keeps keys and values itself, so that a decode loop has no layers to cache for it."""
+
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
         self.config = config

@@ -9,7 +9,7 @@ from dmtp_kernels.models.formats.dmtp import DMTPCheckpoint, read_dmtp
 from dmtp_kernels.models.formats.export import save_drafter, save_mtp, save_qwen3
 from dmtp_kernels.models.formats.qwen3 import read_qwen3
 from dmtp_kernels.models.formats.qwen_mtp import read_mtp
-from dmtp_kernels.models.formats.trio import Exported, export_trio, read_trio
+from dmtp_kernels.models.formats.trio import Exported, check_fit, export_trio, read_drafts, read_trio
 
 __all__ = [
     "DFlash2",
@@ -17,9 +17,11 @@ __all__ = [
     "DFlashCheckpoint",
     "DMTPCheckpoint",
     "Exported",
+    "check_fit",
     "export_trio",
     "read_dflash",
     "read_dmtp",
+    "read_drafts",
     "read_mtp",
     "read_qwen3",
     "read_trio",

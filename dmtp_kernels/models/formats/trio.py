@@ -18,6 +18,7 @@ from dmtp_kernels.models.formats.fields import Fields, read_json
 from dmtp_kernels.models.formats.qwen3 import read_qwen3
 from dmtp_kernels.models.formats.qwen_mtp import read_mtp
 from dmtp_kernels.models.fusion import FusionModule
+from dmtp_kernels.models.target import Target
 
 PLAIN, SECOND = "dflash", "dflash2"
 """The methods of drafters that say none of their own."""
@@ -49,7 +50,19 @@ def read_trio(
         CheckpointError: one line that names the file, and the tensor or the sizes that do not fit.
         ValueError: `block_size` is longer than the drafter's.
     """
-    model = read_qwen3(target, dtype=dtype)
+    return read_drafts(read_qwen3(target, dtype=dtype), drafter, mtp, dtype=dtype, block_size=block_size, place=target)
+
+
+def read_drafts(
+    model: Target,
+    drafter: str | Path | None = None,
+    mtp: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    block_size: int | None = None,
+    place: str | Path = "",
+) -> Checkpoint:
+    """As `read_trio`, for a target that is there already; `place` names it in errors."""
     drafters: dict[str, Drafter] = {}
     fusions: dict[str, FusionModule] = {}
     if drafter is not None:
@@ -61,15 +74,21 @@ def read_trio(
         if fusion is not None:
             fusions[method] = fusion
     module = None if mtp is None else read_mtp(mtp, dtype=dtype)
-    configs: dict[str, DrafterConfig] = {name: part.config for name, part in drafters.items()}
+    checkpoint = Checkpoint(model, module, drafters, fusions)
+    check_fit(checkpoint, place if drafter is None else drafter)
+    return checkpoint.freeze()
+
+
+def check_fit(checkpoint: Checkpoint, place: str | Path) -> None:
+    """Whether the parts of a checkpoint fit one another. Raises CheckpointError that names `place`."""
+    configs: dict[str, DrafterConfig] = {name: part.config for name, part in checkpoint.drafters.items()}
     parts = {
-        "target": model.config,
-        "mtp": None if module is None else module.config,
+        "target": checkpoint.target.config,
+        "mtp": None if checkpoint.mtp is None else checkpoint.mtp.config,
         "drafters": configs,
-        "fusions": {name: {"width": part.norm_m.weight.numel()} for name, part in fusions.items()},
+        "fusions": {name: {"width": part.norm_m.weight.numel()} for name, part in checkpoint.fusions.items()},
     }
-    check_parts(Path(target if drafter is None else drafter), parts)
-    return Checkpoint(model, module, drafters, fusions).freeze()
+    check_parts(Path(place), parts)
 
 
 def export_trio(

@@ -1,0 +1,1 @@
+"""Adapters to engines that others wrote; each is imported only by who uses that engine."""
