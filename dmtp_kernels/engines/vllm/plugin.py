@@ -1,0 +1,91 @@
+"""The two names of vLLM that the plugin replaces."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from dmtp_kernels.engines.vllm.settings import (
+    MARK,
+    SUPPORTED,
+    chosen_ops,
+    draft_source,
+    supported_version,
+)
+
+METHOD = "dmtp"
+
+
+def install() -> None:
+    """Teach `EngineArgs.create_speculative_config` the method, and `DFlashProposer` which class to make.
+
+    A second call changes nothing. On a release of vLLM that the plugin was not run against only the first is done, and
+    asking for the method raises.
+    """
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_speculative_config
+    if getattr(original, MARK, False):
+        return
+    supported = supported_version(vllm.__version__)
+
+    def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
+        spec = dict(self.speculative_config or {})
+        if METHOD not in (self.spec_method, spec.get("method")):
+            return original(self, target_model_config, target_parallel_config)
+        if not supported:
+            raise ValueError(
+                f"dmtp: vLLM is {vllm.__version__}, the plugin supports {', '.join(f'{v}.x' for v in SUPPORTED)}"
+            )
+        if self.spec_method is not None:
+            self.spec_method = "dflash"
+        else:
+            spec["method"] = "dflash"
+        spec.setdefault("model", self.spec_model)
+        source = draft_source(spec, target_model_config.model)
+        if self.spec_model is not None:
+            del spec["model"]
+        if self.spec_tokens is not None:
+            del spec["num_speculative_tokens"]
+        self.speculative_config = spec
+        made = original(self, target_model_config, target_parallel_config)
+        check(target_parallel_config, made)
+        setattr(made.draft_model_config.hf_config, MARK, asdict(source))
+        return made
+
+    setattr(create_speculative_config, MARK, True)
+    EngineArgs.create_speculative_config = create_speculative_config
+    if supported:
+        from vllm.v1.spec_decode.dflash import DFlashProposer
+
+        DFlashProposer.__new__ = staticmethod(_proposer)
+
+
+def check(parallel: Any, speculative: Any) -> None:
+    """Raise ValueError on what the proposer cannot do."""
+    for name, size in (
+        ("tensor_parallel_size", parallel.tensor_parallel_size),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+    ):
+        if size != 1:
+            raise ValueError(f"dmtp: {name} is {size}, must be 1: MTP and the drafter are not sharded")
+    if speculative.disable_padded_drafter_batch:
+        raise ValueError("dmtp: disable_padded_drafter_batch is true, must be false")
+
+
+def _proposer(cls: type, vllm_config: Any, *arguments: Any, **keywords: Any) -> Any:
+    """In place of `DFlashProposer.__new__`, which vLLM's runner calls for every method of this family."""
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    if cls is DFlashProposer:
+        draft = vllm_config.speculative_config.draft_model_config.hf_config
+        if hasattr(draft, MARK):
+            from dmtp_kernels.engines.vllm.proposer import DMTPProposer
+
+            cls = DMTPProposer
+        elif chosen_ops(()):
+            from dmtp_kernels.engines.vllm.dflash import FusedDFlashProposer
+
+            cls = FusedDFlashProposer
+    return object.__new__(cls)
