@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from dmtp_kernels.testing.smollm2 import SmolLM2, load_smollm2, smollm2_missing
+from dmtp_kernels.models.smollm2 import SmolLM2, load_smollm2, smollm2_missing
 
 
 @cache

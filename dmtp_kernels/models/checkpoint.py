@@ -82,11 +82,18 @@ def write_atomically(path: Path, payload: bytes) -> None:
 
 
 def save_checkpoint(
-    path: str | Path, checkpoint: Checkpoint, *, dtype: torch.dtype = torch.bfloat16, int8_drafters: bool = True
+    path: str | Path,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    int8_drafters: bool = True,
+    with_target: bool = True,
 ) -> Path:
     """Write the trio to `path` and its record, if any, to the `.json` beside it, each by atomic rename.
 
     Target and MTP are stored in `dtype`; matrices of drafters and fusions as int8 rows unless `int8_drafters` is false.
+    Without the target (`with_target` false) MTP's matrices are int8 rows, too, and the drafters' `fc`, whose columns
+    belong to features of very different sizes, is stored in `dtype`; whoever reads the file has the target.
     Raises ValueError without an MTP module, OSError when the disk refuses.
     """
     if checkpoint.mtp is None:
@@ -94,10 +101,14 @@ def save_checkpoint(
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
     for prefix, module in checkpoint.modules().items():
-        draft_side = prefix.startswith(("drafters.", "fusion."))
+        if prefix == "target" and not with_target:
+            continue
+        draft_side = not with_target or prefix.startswith(("drafters.", "fusion."))
         for name, tensor in _stored_state(module).items():
             key = f"{prefix}.{name}"
-            if draft_side and int8_drafters and tensor.dim() == 2:
+            if not with_target and prefix.startswith("drafters.") and name == "fc.weight":
+                tensors[key] = tensor.detach().to(dtype).contiguous()
+            elif draft_side and int8_drafters and tensor.dim() == 2:
                 tensors[key], tensors[f"{key}.scale"] = quantize_rows(tensor)
             else:
                 tensors[key] = tensor.detach().to(torch.float32 if draft_side and int8_drafters else dtype).contiguous()
@@ -110,11 +121,16 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | Path | None = None, *, dtype: torch.dtype = torch.float32, drafters: Collection[str] | None = None
+    path: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    drafters: Collection[str] | None = None,
+    target: Target | None = None,
 ) -> Checkpoint:
     """Read a trio, by default the embedded one.
 
-    `drafters` limits which drafters (and their fusions) are read. Weights come back in `dtype` on the CPU, in eval
+    `drafters` limits which drafters (and their fusions) are read. `target` is the model that a file without one was
+    trained for; it is used as it is. Weights come back in `dtype` on the CPU, in eval
     mode, without gradients. Raises CheckpointError, one line naming the file and what is wrong with it.
     """
     path = EMBEDDED if path is None else Path(path)
@@ -128,8 +144,14 @@ def load_checkpoint(
             names = set(handle.keys())
             _check_layers(path, config, len(names))
             checkpoint = _build(path, config, wanted)
+            if target is not None:
+                if target.config != config["target"]:
+                    raise CheckpointError(f"checkpoint {path}: was trained for another target than the one given")
+                checkpoint.target = target
             known: set[str] = set()
             for prefix, module in checkpoint.modules().items():
+                if module is target:
+                    continue
                 state = {}
                 for name, shape in _expected(module).items():
                     state[name] = _read(path, handle, names, known, f"{prefix}.{name}", shape, dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dmtp_kernels.testing import smollm2 as module
+from dmtp_kernels.models import smollm2 as module
 from tests.smollm2_cases import smollm2
 
 SENTENCE = "The capital of France is Paris, and the capital of Germany is Berlin."
