@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
@@ -27,14 +26,15 @@ from dmtp_kernels.cli_formats import (
     print_ids,
 )
 from dmtp_kernels.cli_profile import profile_command
+from dmtp_kernels.cli_training import compare_command, train_command
 from dmtp_kernels.decode.check import compare_outputs
 from dmtp_kernels.decode.engine import Engine
-from dmtp_kernels.decode.evaluate import BASELINE, add_to_record, compare, read_record, run_method
+from dmtp_kernels.decode.evaluate import BASELINE, run_method
 from dmtp_kernels.decode.memory import check_fits
-from dmtp_kernels.decode.method import METHODS, SHIPPED, VERIFY_SHAPED
+from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
-from dmtp_kernels.models.checkpoint import EMBEDDED, Checkpoint, load_checkpoint
+from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.models.presets import EOS, TARGET
 from dmtp_kernels.training.data import held_out_prompts
 
@@ -100,90 +100,8 @@ def generate(
 
 app.command("profile")(profile_command)
 app.command("export")(export_command)
-
-
-@app.command("compare")
-@one_line_errors
-def compare_command(
-    methods: Annotated[str, typer.Option(help="comma-separated (default: all shipped)")] = ",".join(SHIPPED),
-    prompts: Annotated[int, typer.Option(help="held-out prompts to use, 0 = all")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
-    temperature: Annotated[float, typer.Option(help="greedy text of a tiny model loops; 0.6 and 1 say more")] = 0.6,
-    batch: Annotated[int, typer.Option(help="requests decoded together")] = 8,
-    seed: Annotated[int, typer.Option(help="seed of the first prompt")] = 0,
-    check: Annotated[
-        bool, typer.Option("--check", help="compare with autoregressive decoding; exit 1 on a mismatch")
-    ] = False,
-    agreement: Annotated[bool, typer.Option(help="measure teacher-forced agreement with the target")] = True,
-    plot: Annotated[Path | None, typer.Option(help="write the two acceptance figures to a PNG")] = None,
-    record: Annotated[
-        bool, typer.Option("--record", help="keep the figures in the checkpoint's training record")
-    ] = False,
-    checkpoint: CheckpointOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Table of methods on the held-out prompts: acceptance, lengths, target forwards, speed."""
-    texts = [p["text"].encode() for p in held_out_prompts()]
-    if prompts < 0 or prompts > len(texts):
-        raise ValueError(f"prompts: is {prompts}, must be between 0 and {len(texts)}")
-    if not 1 <= batch <= MOST_ROWS:
-        raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
-    if plot is not None and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
-        raise ValueError(f"plot: is {plot}, must be a .png in a directory that exists")
-    if record:
-        read_record(checkpoint or EMBEDDED)
-    names = [name.strip() for name in methods.split(",") if name.strip()]
-    if not names:
-        raise ValueError("methods: names none")
-    drafters = [d for d in (get_method(name).drafter for name in names) if d is not None]
-    models = load_checkpoint(checkpoint, drafters=drafters)
-    progress = _progress if not as_json and sys.stderr is not None and sys.stderr.isatty() else None
-    result = compare(
-        models,
-        texts[: prompts or None],
-        names,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        batch=batch,
-        seed=seed,
-        check=check,
-        agreement=agreement,
-        on_progress=progress,
-    )
-    if progress is not None:
-        print(end="\r\x1b[K", file=sys.stderr)
-    if as_json:
-        print(json.dumps(result))
-    else:
-        from dmtp_kernels.decode.report import comparison_tables
-
-        console = Console(width=None if sys.stdout.isatty() else 100)
-        for table in comparison_tables(result):
-            console.print(table)
-    if record:
-        add_to_record(checkpoint or EMBEDDED, result)
-    if plot is not None:
-        from dmtp_kernels.decode.report import plot_acceptance
-
-        plot_acceptance(result, plot)
-    if any(row.get("identical") is False for row in result["methods"].values()):
-        raise typer.Exit(1)
-
-
-@app.command()
-@one_line_errors
-def train(
-    out: Annotated[Path, typer.Option(help="run directory: training state, then the checkpoint")] = Path("runs/tiny"),
-    seed: Annotated[int, typer.Option(help="seed of weights and data order")] = 0,
-    budget: Annotated[str, typer.Option(help="full, or smoke for a few steps of every stage")] = "full",
-    methods: Annotated[str, typer.Option(help="drafted methods, comma-separated (default: all shipped)")] = "",
-    resume: Annotated[bool, typer.Option(help="go on where an interrupted run in the directory stopped")] = True,
-) -> None:
-    """Train the embedded checkpoint from scratch on the standard library's sources."""
-    from dmtp_kernels.training.run import train as run_training
-
-    names = [name.strip() for name in methods.split(",") if name.strip()] or None
-    print(run_training(out, seed=seed, budget=budget, methods=names, resume=resume))
+app.command("compare")(compare_command)
+app.command("train")(train_command)
 
 
 @app.command()
@@ -283,10 +201,6 @@ def _report(completions: list[Completion], verdict: dict[str, Any] | None, *, te
         else:
             where = ", ".join(f"output {i} at token {at}" for i, at in verdict["mismatches"])
             print(f"[NOT identical to autoregressive decoding: {where}]", file=sys.stderr)
-
-
-def _progress(name: str, done: int, total: int) -> None:
-    print(f"\r\x1b[K{name}: {done} of {total} prompts", end="", file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -35,10 +35,12 @@ ALLOWED: dict[str, set[str]] = {
     "_cli_options": set(),
     "cli_profile": {"", *CORE, "_cli_errors", "_cli_options", "_files", "models", "decode", "training"},
     "cli_formats": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode"},
+    "cli_training": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode", "training"},
     "bench": {"", *CORE, "_cli_errors", "_cli_options", "_files", "ops", "testing"},
     "engines": {"", *CORE, "ops", "models", "decode", "training", "testing", "doctor"},
     "cli": {
-        *("", *CORE, "_cli_errors", "_cli_options", "cli_formats", "cli_profile", "ops", "models", "decode"),
+        *("", *CORE, "_cli_errors", "_cli_options", "cli_formats", "cli_profile", "cli_training"),
+        *("ops", "models", "decode"),
         *("training", "testing", "doctor", "engines", "bench"),
     },
     "": {*CORE, "ops"},

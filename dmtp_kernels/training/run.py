@@ -1,4 +1,4 @@
-"""The whole recipe, resumable: three stages, then the checkpoint and its record."""
+"""The whole recipe, resumable: the stages, and the checkpoints with their records."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dmtp_kernels.models.checkpoint import load_checkpoint, save_checkpoint, wri
 from dmtp_kernels.training.budget import BUDGETS, Budget
 from dmtp_kernels.training.data import Corpus, standard_library
 from dmtp_kernels.training.optim import Optimizer
-from dmtp_kernels.training.stages import DRAFTED, STAGES, Trio, enter, losses, new_trio
+from dmtp_kernels.training.stages import DRAFTED, FILES, STAGES, Trio, enter, losses, new_trio
 
 CURVE_POINTS = 50
 THREADS = 2
-"""Fixed, since the order of a threaded sum depends on it."""
+"""Fixed for a run, since the order of a threaded sum depends on it."""
 
 
 class TrainingError(RuntimeError):
@@ -41,13 +41,16 @@ def train(
     methods: Collection[str] | None = None,
     resume: bool = True,
     progress: bool = True,
+    threads: int = THREADS,
     log: Callable[[str], None] = print,
 ) -> Path:
-    """Train the trio from scratch and return the path of `tiny.safetensors`, with `tiny.json` beside it.
+    """Train the trio from scratch and return the path of `tiny.safetensors`, with `tiny.json` beside it; where the
+    budget says `scratch`, `scratch.safetensors` holds the drafters that were not continued from DFlash's weights.
 
     `out_dir` also keeps `state.pt`, from which a killed run continues to the same bits when `resume`. The same seed,
-    interpreter, torch build and processor give the same weights. The last stage trains `methods`, by default those that
-    ship. Raises TrainingError when the directory cannot be written or holds the state of another run.
+    interpreter, torch build, processor and number of threads give the same weights. The stages after DFlash's train
+    `methods`, by default those that ship. Raises TrainingError when the directory cannot be written or holds the state
+    of another run.
     """
     out = Path(out_dir)
     if isinstance(budget, str) and budget not in BUDGETS:
@@ -61,15 +64,15 @@ def train(
     if not chosen:
         raise TrainingError("training: methods names none")
     plan = BUDGETS[budget] if isinstance(budget, str) else budget
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         with torch.random.fork_rng(devices=[]):
-            return _Run(out, seed, plan, chosen, standard_library(), progress, log).run(resume)
+            return _Run(out, seed, plan, chosen, standard_library(), progress, threads, log).run(resume)
     except OSError as error:
         raise TrainingError(f"training: cannot write {error.filename or out}: {error.strerror or error}") from error
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 class _Run:
@@ -81,16 +84,22 @@ class _Run:
         methods: tuple[str, ...],
         corpus: Corpus,
         progress: bool,
+        threads: int,
         log: Callable[[str], None],
     ) -> None:
         self.out, self.seed, self.budget, self.methods, self.corpus, self.log = out, seed, budget, methods, corpus, log
+        self.threads = threads
         self.bar = progress and sys.stderr.isatty()
-        self.curves: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in STAGES}
+        self.curves: dict[str, dict[str, list[float]]] = {
+            stage.name: {} for stage, steps in zip(STAGES, budget.steps, strict=True) if steps
+        }
         self.sums: dict[str, float] = {}
         self.elapsed = 0.0
         self.key = {"seed": seed, "budget": asdict(budget), "data": corpus.digest}
         if methods != tuple(DRAFTED):
             self.key["methods"] = list(methods)
+        if threads != THREADS:
+            self.key["threads"] = threads
 
     def run(self, resume: bool) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -102,6 +111,8 @@ class _Run:
         torch.manual_seed(self.seed)
         trio = new_trio()
         for index in range(len(STAGES)):
+            if not self.budget.steps[index]:
+                continue
             torch.manual_seed(self.seed + index)
             modules = enter(trio, index, self.methods)
             if index < first:
@@ -113,7 +124,9 @@ class _Run:
             if saved and index == first:
                 optimizer.restore(saved["optimizer"])
             self._stage(trio, index, optimizer, begun if index == first else 0)
-        return self._export(trio)
+            if index in FILES:
+                self._export(trio, self.out / FILES[index])
+        return self.out / FILES[2]
 
     def _stage(self, trio: Trio, index: int, optimizer: Optimizer, begun: int) -> None:
         stage, steps = STAGES[index], self.budget.steps[index]
@@ -175,14 +188,15 @@ class _Run:
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise TrainingError(f"training: {path} cannot be read ({str(error).splitlines()[0]})") from error
         if saved["key"] != self.key:
-            raise TrainingError(f"training: {path} belongs to another seed, budget or corpus; choose another directory")
+            raise TrainingError(
+                f"training: {path} belongs to another seed, budget, corpus or set of methods; choose another directory"
+            )
         return saved
 
-    def _export(self, trio: Trio) -> Path:
+    def _export(self, trio: Trio, path: Path) -> None:
         from dmtp_kernels.training.evaluate import evaluate
 
         checkpoint = trio.checkpoint().freeze()
-        path = self.out / "tiny.safetensors"
         save_checkpoint(path, checkpoint)
         started = time.perf_counter()
         # what ships is measured: the file as it reads back
@@ -196,6 +210,6 @@ class _Run:
             "held_out": held_out,
             "wall_seconds": round(self.elapsed),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": THREADS},
+            "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": self.threads},
         }
-        return save_checkpoint(path, checkpoint)
+        save_checkpoint(path, checkpoint)

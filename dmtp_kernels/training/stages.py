@@ -1,4 +1,4 @@
-"""The three stages: what each trains, from which weights, and with which learning-rate schedule."""
+"""The stages: what each trains, from which weights, and with which learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from dmtp_kernels.decode.method import METHODS, SHIPPED, Method
 from dmtp_kernels.models.checkpoint import Checkpoint
+from dmtp_kernels.models.config import DrafterConfig
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
@@ -41,7 +42,14 @@ class Stage:
         return self.peak * warmup * min(1.0, self.floor + (1 - self.floor) * left)
 
 
-STAGES = (Stage("target", 1.0, 0.5, 0.0), Stage("dflash", 1.0, 0.5, 0.1), Stage("methods", 0.5, 1.0, 0.0))
+STAGES = (
+    Stage("target", 1.0, 0.5, 0.0),
+    Stage("dflash", 1.0, 0.5, 0.1),
+    Stage("methods", 0.5, 1.0, 0.0),
+    Stage("scratch", 1.0, 0.5, 0.0),
+)
+FILES = {2: "tiny.safetensors", 3: "scratch.safetensors"}
+"""What a stage's end is kept as."""
 
 
 @dataclass
@@ -67,24 +75,24 @@ def new_trio() -> Trio:
 
 
 def enter(trio: Trio, stage: int, methods: Collection[str] = tuple(DRAFTED)) -> dict[str, nn.Module]:
-    """Build the modules a stage adds, from what the previous stage left, and return those it trains; the last stage
-    trains `methods`."""
+    """Build the modules a stage adds, from what the previous stage left, and return those it trains; the third stage
+    trains `methods` from DFlash's weights, the fourth trains them from fresh ones."""
     if stage == 0:
         return {"target": trio.target, "mtp": trio.mtp}
     for frozen in (trio.target, trio.mtp):
         frozen.requires_grad_(False)
     if stage == 1:
-        drafter = Drafter(drafter_config())
-        _silence_branches(drafter)
-        # the tied head is large: a small start keeps the first losses near uniform
-        nn.init.constant_(drafter.norm.weight, 0.1)
-        trio.drafters["dflash"] = drafter.bfloat16()
+        trio.drafters["dflash"] = _fresh(METHODS["dflash"])
         return {"drafters.dflash": trio.drafters["dflash"]}
-    dflash = trio.drafters["dflash"]
-    trio.drafters = {}
+    dflash = trio.drafters.get("dflash")
+    trio.drafters, trio.fusions = {}, {}
     for name in methods:
         method = METHODS[name]
-        trio.drafters[name] = _continued(dflash, method)
+        if stage == 2:
+            assert dflash is not None
+            trio.drafters[name] = _continued(dflash, method)
+        else:
+            trio.drafters[name] = _fresh(method)
         if method.fusion != "none":
             trio.fusions[name] = _new_fusion(method, trio.target)
     checkpoint = trio.checkpoint()
@@ -94,16 +102,17 @@ def enter(trio: Trio, stage: int, methods: Collection[str] = tuple(DRAFTED)) -> 
 def losses(trio: Trio, stage: int, step: int, *, corpus: Corpus, budget: Budget, seed: int) -> Losses:
     """The losses of one step; the batch is a function of seed, stage and step."""
     if stage == 0:
-        ids = batch(corpus.train, budget.rows, budget.length + 2, seed, stage, step)
+        ids = batch(corpus.train, budget.windows(stage), budget.length + 2, seed, stage, step)
         target, mtp = target_and_mtp(trio.target, trio.mtp, ids)
         yield "joint", target + MTP_LOSS_WEIGHT * mtp
         yield "target", target.detach()
         yield "mtp", mtp.detach()
         return
-    ids = batch(corpus.train, budget.rows, budget.length + 1, seed, stage, step)
+    rows = budget.windows(stage)
+    ids = batch(corpus.train, rows, budget.length + 1, seed, stage, step)
     layers = next(iter(trio.drafters.values())).config.target_layers
-    seen = frozen_forward(trio.target, trio.mtp, ids, layers, with_mtp=stage == 2)
-    anchors = sample_anchors(budget.rows, budget.anchors, budget.length, seeded(seed, stage, step, 1))
+    seen = frozen_forward(trio.target, trio.mtp, ids, layers, with_mtp=stage >= 2)
+    anchors = sample_anchors(rows, budget.anchors, budget.length, seeded(seed, stage, step, 1))
     for name, drafter in trio.drafters.items():
         yield name, block_loss(METHODS[name], drafter, trio.fusions.get(name), trio.target, seen, anchors)
 
@@ -115,8 +124,20 @@ def _silence_branches(module: Target | MTP | Drafter) -> None:
         nn.init.zeros_(layer.mlp.down_proj.weight)  # type: ignore[union-attr, arg-type]
 
 
+def _fresh(method: Method) -> Drafter:
+    drafter = Drafter(_shapes(method))
+    _silence_branches(drafter)
+    # the tied head is large: a small start keeps the first losses near uniform
+    nn.init.constant_(drafter.norm.weight, 0.1)
+    return drafter.bfloat16()
+
+
+def _shapes(method: Method) -> DrafterConfig:
+    return drafter_config(method.context, method.parts, method.block)
+
+
 def _continued(dflash: Drafter, method: Method) -> Drafter:
-    drafter = Drafter(drafter_config(method.context, method.parts, method.block)).bfloat16()
+    drafter = Drafter(_shapes(method)).bfloat16()
     state = {name: tensor.clone() for name, tensor in dflash.state_dict().items()}
     width = dflash.config.layer.hidden_size
     fc = state["fc.weight"]

@@ -120,7 +120,7 @@ def test_unknown_budget_names_those_there_are(tmp_path: Path) -> None:
 
 
 def test_schedules_warm_up_and_come_down() -> None:
-    for stage, steps in zip(STAGES, BUDGETS["full"].steps, strict=True):
+    for stage, steps in zip(STAGES, BUDGETS["ablation"].steps, strict=True):
         scales = [stage.scale(step, steps) for step in range(steps)]
         assert max(scales) <= stage.peak and scales[0] < 0.1 * stage.peak
         assert scales[-1] <= (stage.floor + 0.01) * stage.peak + 0.01
