@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict
 from typing import Any
 
@@ -30,6 +31,7 @@ def install() -> None:
         return
     supported = supported_version(vllm.__version__)
 
+    @functools.wraps(original)
     def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
         spec = dict(self.speculative_config or {})
         if METHOD not in (self.spec_method, spec.get("method")):

@@ -13,6 +13,7 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from dmtp_kernels.engines.vllm.model import DMTPDraft
+from dmtp_kernels.engines.vllm.repairs import repair_sampling
 from dmtp_kernels.engines.vllm.settings import MARK, OPS, DraftSource, chosen_ops
 from dmtp_kernels.engines.vllm.steps import Head, commit_rows, prepare_block
 from dmtp_kernels.engines.vllm.switches import Switches
@@ -32,6 +33,8 @@ class DMTPProposer(DFlashProposer):
         self.runner = runner
         self.source = DraftSource(**getattr(self.draft_model_config.hf_config, MARK))
         self.switches = Switches(chosen_ops(OPS))
+        if device.type == "cpu":
+            repair_sampling(device)
         self._target_hidden = torch.empty(0)
 
     def _get_model(self) -> DMTPDraft:

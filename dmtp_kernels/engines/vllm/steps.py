@@ -31,9 +31,14 @@ class Head:
         """Tokens `[n]` of `hidden[n, H]`, and the probabilities `[n, V]` that they were drawn with, if they were."""
         if proposer._enable_probabilistic_draft_probs and not sampling.all_greedy:
             return proposer._sample_from_logits(self.logits(hidden), sampling)
-        if self.switches.takes("lm_head_select", hidden, self.packed):
-            return key_token(lm_head_select(hidden, self.packed)[0])[:, 0], None
-        return self.logits(hidden).argmax(dim=-1), None
+        tokens = self.select(hidden)
+        return self.logits(hidden).argmax(dim=-1) if tokens is None else tokens, None
+
+    def select(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Greedy tokens `[n]` of `hidden[n, H]` without logits, None where the op is off."""
+        if not self.switches.takes("lm_head_select", hidden, self.packed):
+            return None
+        return key_token(lm_head_select(hidden, self.packed)[0])[:, 0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """vLLM's logits `[n, V]`, -inf for ids that are never produced."""
@@ -98,3 +103,40 @@ def commit_rows(switches: Switches, rows: Pairs, caches: Pairs, slots: torch.Ten
     for (k, v), (k_cache, v_cache) in zip(rows, caches, strict=True):
         k_cache[at // page_size, at % page_size] = k[kept]
         v_cache[at // page_size, at % page_size] = v[kept]
+
+
+def commit_context(
+    switches: Switches, model: Any, states: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+) -> bool:
+    """Norm, rotate and write the context rows of a DFlash model of vLLM in one call over all its layers.
+
+    Takes the place of the end of its `precompute_and_store_context_kv`, of the projection on. False where the op is
+    off; then nothing was written.
+    """
+    count, layers, heads, size = len(slots), model._num_attn_layers, model._num_kv_heads, model._head_dim
+    if not switches.is_on("commit_kv"):
+        return False
+    k, v = model._project_context_kv(states, count, layers, heads, size)  # [L, T, Hkv, D] each
+    scale = getattr(model.layers[0].self_attn, "v_scale", None)
+    if scale is not None:
+        v = v * scale
+    views = [attention.kv_cache.transpose(1, 2).split(size, dim=-1) for attention in model._attn_layers]
+    arguments = (
+        [rows[None] for rows in k],
+        [rows[None] for rows in v],
+        [view[0] for view in views],
+        [view[1] for view in views],
+        torch.full((1,), count, dtype=torch.int64, device=slots.device),
+        slots[None],
+    )
+    options: dict[str, Any] = {
+        "first_slot": views[0][0].shape[1],
+        "k_norm": list(model._k_norm_weights),
+        "k_norm_eps": model._rms_norm_eps,
+        "cos_sin": model._rope_cos_sin_cache,
+        "positions": positions[None],
+    }
+    if not switches.takes("commit_kv", *arguments, **options):
+        return False
+    commit_kv(*arguments, **options)
+    return True

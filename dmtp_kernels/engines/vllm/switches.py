@@ -20,6 +20,10 @@ class Switches:
         self._on = set(ops)
         self._asked: set[str] = set()
 
+    def is_on(self, op: str) -> bool:
+        """Whether `op` is switched on and has refused nothing."""
+        return op in self._on
+
     def takes(self, op: str, *inputs: Any, **keywords: Any) -> bool:
         """Whether `op` is to run on these inputs, those of its Python function; its first call decides."""
         if op in self._on and op not in self._asked:
