@@ -14,6 +14,7 @@ import typer
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
 from dmtp_kernels.bench.cli import bench_app
+from dmtp_kernels.cli_chat import BYTES, SmolLM2Option, Words, load_chat
 from dmtp_kernels.cli_formats import (
     BlockOption,
     DrafterOption,
@@ -35,7 +36,7 @@ from dmtp_kernels.decode.method import METHODS, VERIFY_SHAPED
 from dmtp_kernels.decode.request import Completion, Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
 from dmtp_kernels.models.checkpoint import Checkpoint
-from dmtp_kernels.models.presets import EOS, TARGET
+from dmtp_kernels.models.presets import TARGET
 from dmtp_kernels.training.data import held_out_prompts
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -60,6 +61,7 @@ def generate(
         bool, typer.Option("--check", help="compare with autoregressive decoding; exit 1 if it differs")
     ] = False,
     ids: IdsOption = None,
+    smollm2: SmolLM2Option = False,
     checkpoint: CheckpointOption = None,
     target: TargetOption = None,
     drafter: DrafterOption = None,
@@ -74,11 +76,18 @@ def generate(
     if not 1 <= batch <= MOST_ROWS:
         raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
     chosen = get_method(method)
-    models = load_models(checkpoint, chosen, target, drafter, mtp, block_size)
+    words = BYTES
+    if smollm2:
+        if (ids, target, drafter, mtp, block_size) != (None,) * 5:
+            raise ValueError("smollm2: takes a text, and no options of another model")
+        words, models = load_chat(checkpoint, chosen)
+        text = words.encode(text if isinstance(text, bytes) else bytes(text))
+    else:
+        models = load_models(checkpoint, chosen, target, drafter, mtp, block_size)
     vocabulary = models.target.config.vocab_size
     if ids is None and target is not None and vocabulary != TARGET.vocab_size:
         raise ValueError(f"prompt: is text, must be --ids for a model of {vocabulary} tokens that are not bytes")
-    stop = (EOS,) if ids is None else ()
+    stop = words.stop if ids is None else ()
     requests = [
         Request(tuple(text), max_new_tokens, temperature, top_k, top_p, seed + i, stop_ids=stop) for i in range(batch)
     ]
@@ -86,14 +95,14 @@ def generate(
     longest = max(2, min(limit, len(text) + max_new_tokens))
     check_fits("batch", batch, models, [chosen], longest)
     engine = Engine(models, chosen, max_batch=batch, max_tokens=longest)
-    completions = _stream(engine, requests, quiet=as_json or ids is not None)
+    completions = _stream(engine, requests, words, quiet=as_json or ids is not None)
     verdict = _check(models, chosen.name, requests, completions) if check else None
     if as_json:
-        print(json.dumps(_generated(chosen.name, completions, verdict), indent=1))
+        print(json.dumps(_generated(chosen.name, completions, verdict, words), indent=1))
     else:
         if ids is not None:
             print_ids(completions)
-        _report(completions, verdict, text=ids is None)
+        _report(completions, verdict, words if ids is None else None)
     if verdict is not None and not verdict["identical"]:
         raise typer.Exit(1)
 
@@ -135,24 +144,19 @@ def _prompt(prompt: str | None, file: Path | None, heldout: int | None) -> bytes
 
 
 @torch.no_grad()
-def _stream(engine: Engine, requests: list[Request], *, quiet: bool) -> list[Completion]:
+def _stream(engine: Engine, requests: list[Request], words: Words, *, quiet: bool) -> list[Completion]:
     ids = [engine.submit(request) for request in requests]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     single = len(ids) == 1 and not quiet
-    if single:
-        print(bytes(requests[0].prompt).decode("utf-8", "replace"), end="", flush=True)
+    if single and words.continues:
+        print(words.decode(requests[0].prompt).decode("utf-8", "replace"), end="", flush=True)
     while engine.busy:
         for event in engine.step():
             if single:
-                print(decoder.decode(as_bytes(event.tokens)), end="", flush=True)
+                print(decoder.decode(words.decode(event.tokens)), end="", flush=True)
     if single:
         print(decoder.decode(b"", final=True))
     return [engine.completions[i] for i in ids]
-
-
-def as_bytes(tokens: tuple[int, ...] | list[int]) -> bytes:
-    """The text of byte tokens; special ids have none."""
-    return bytes(token for token in tokens if token < 256)
 
 
 def _check(models: Checkpoint, name: str, requests: list[Request], completions: list[Completion]) -> dict[str, Any]:
@@ -168,10 +172,12 @@ def _check(models: Checkpoint, name: str, requests: list[Request], completions: 
     }
 
 
-def _generated(name: str, completions: list[Completion], verdict: dict[str, Any] | None) -> dict[str, Any]:
+def _generated(
+    name: str, completions: list[Completion], verdict: dict[str, Any] | None, words: Words
+) -> dict[str, Any]:
     outputs = [
         {
-            "text": as_bytes(c.tokens).decode("utf-8", "replace"),
+            "text": words.decode(c.tokens).decode("utf-8", "replace"),
             "tokens": c.tokens,
             "rounds": c.rounds,
             "histogram": c.histogram,
@@ -182,12 +188,13 @@ def _generated(name: str, completions: list[Completion], verdict: dict[str, Any]
     return {"method": name, "outputs": outputs} | ({"check": verdict} if verdict else {})
 
 
-def _report(completions: list[Completion], verdict: dict[str, Any] | None, *, text: bool) -> None:
-    if text and len(completions) > 1:
+def _report(completions: list[Completion], verdict: dict[str, Any] | None, words: Words | None) -> None:
+    if words is not None and len(completions) > 1:
         for index, completion in enumerate(completions):
             print(f"--- {index} (seed {completion.request.seed})")
-            print(bytes(completion.request.prompt).decode("utf-8", "replace"), end="")
-            print(as_bytes(completion.tokens).decode("utf-8", "replace"))
+            if words.continues:
+                print(words.decode(completion.request.prompt).decode("utf-8", "replace"), end="")
+            print(words.decode(completion.tokens).decode("utf-8", "replace"))
     tokens = sum(len(c.tokens) for c in completions)
     rounds = sum(c.rounds for c in completions)
     print(f"[{tokens} tokens, {rounds} verification rounds]", file=sys.stderr)

