@@ -110,7 +110,7 @@ class Batch:
 
 
 class Collection:
-    """All rollouts of some files, mapped rather than read.
+    """All rollouts of some files.
 
     `scale[n*H]` is each feature channel's root mean square in the first file, without the first token of a text, whose
     channels reach a hundred times the others'. `shortlist(n)` are the n commonest tokens of the answers.

@@ -40,7 +40,7 @@ THREADS = 1
 START_OF_NORM = 0.15
 """Of the target's final norm, which the head expects: first losses near uniform, the right channels from the start."""
 ADAM_LR = 5e-3
-CURVE_POINTS = 40
+CURVE_POINTS = 23
 
 
 class RecipeError(RuntimeError):
@@ -70,7 +70,7 @@ class Budget:
 
 
 BUDGETS = {
-    "full": Budget(files=5, mtp_steps=700, drafter_steps=550, finetune_steps=280),
+    "full": Budget(files=5, mtp_steps=400, drafter_steps=260, finetune_steps=110),
     "smoke": Budget(1, 2, 2, 2, rows=4, length=48, windows=2, anchors=3, common=64, negatives=64, save_every=1),
 }
 
