@@ -1,4 +1,4 @@
-"""The two names of vLLM that the plugin replaces."""
+"""The names of vLLM that the plugin replaces."""
 
 from __future__ import annotations
 
@@ -59,9 +59,18 @@ def install() -> None:
     setattr(create_speculative_config, MARK, True)
     EngineArgs.create_speculative_config = create_speculative_config
     if supported:
-        from vllm.v1.spec_decode.dflash import DFlashProposer
+        _choose_classes()
 
-        DFlashProposer.__new__ = staticmethod(_proposer)
+
+def _choose_classes() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    DFlashProposer.__new__ = staticmethod(_proposer)
+    if not current_platform.is_cpu():
+        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+        DFlashSpeculator.__new__ = staticmethod(_speculator)
 
 
 def check(parallel: Any, speculative: Any) -> None:
@@ -90,4 +99,15 @@ def _proposer(cls: type, vllm_config: Any, *arguments: Any, **keywords: Any) -> 
             from dmtp_kernels.engines.vllm.dflash import FusedDFlashProposer
 
             cls = FusedDFlashProposer
+    return object.__new__(cls)
+
+
+def _speculator(cls: type, vllm_config: Any, *arguments: Any, **keywords: Any) -> Any:
+    """In place of `DFlashSpeculator.__new__`, which the V2 runner calls."""
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+    if cls is DFlashSpeculator and hasattr(vllm_config.speculative_config.draft_model_config.hf_config, MARK):
+        from dmtp_kernels.engines.vllm.speculator import DMTPSpeculator
+
+        cls = DMTPSpeculator
     return object.__new__(cls)

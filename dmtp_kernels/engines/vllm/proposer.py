@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from dmtp_kernels.engines.vllm.model import DMTPDraft
 from dmtp_kernels.engines.vllm.repairs import repair_sampling
 from dmtp_kernels.engines.vllm.settings import MARK, OPS, DraftSource, chosen_ops
-from dmtp_kernels.engines.vllm.steps import Head, commit_rows, prepare_block
+from dmtp_kernels.engines.vllm.steps import Draw, Head, commit_rows, draft_round, num_valid
 from dmtp_kernels.engines.vllm.switches import Switches
 
 
@@ -52,10 +52,7 @@ class DMTPProposer(DFlashProposer):
             self._target_hidden = output[0] if isinstance(output, tuple) else output
 
         target_model.register_forward_hook(keep)
-        config = self.vllm_config.model_config
-        ours = getattr(config.hf_config, "dmtp_config", None) or {}
-        num_valid = ours.get("num_valid", config.get_vocab_size())
-        self.head = Head(self.model, num_valid, self.switches)
+        self.head = Head(self.model, num_valid(self.vllm_config.model_config), self.switches)
 
     def prepare_next_token_ids_padded(
         self, sampled_token_ids: torch.Tensor, requests: Any, gpu_input_batch: Any, discard_request_mask: torch.Tensor
@@ -101,21 +98,21 @@ class DMTPProposer(DFlashProposer):
             last, length = token_indices_to_sample, length - num_rejected_tokens_gpu
         slots = cad.slot_mapping[:count]
         mtp_hidden = self._advance_mtp(target_token_ids, target_positions, next_token_ids, last, slots, cad)
-        model, method = self.model, self.model.method
-        pairs = model.drafter.context_keys_values(target_hidden_states, target_positions)
-        commit_rows(self.switches, pairs, [cache.rows() for cache in model.caches], slots)
-        h_mtp = mtp_hidden[last]
-        t1, embeds, first_probs = prepare_block(self, next_token_ids, h_mtp, sampling_metadata)
-        steps = torch.arange(method.num_slots, device=t1.device)
-        positions = length[:, None].long() + (0 if method.block_has_anchor else 1) + steps
-        hidden = model.run_drafter(embeds, positions, cad.block_table_tensor, length)[:, method.predicting]
-        rest, probs = self.head.sample(self, hidden.flatten(0, 1), sampling_metadata)
-        batch = t1.shape[0]
-        self._last_draft_probs = None
-        if probs is not None and first_probs is not None:
-            self._last_draft_probs = torch.cat([first_probs[:, None], probs.view(batch, -1, probs.shape[-1])], dim=1)
-        # a row without a token (all logits NaN) proposes one that verification can read
-        return torch.cat([t1[:, None], rest.view(batch, -1)], dim=1).clamp(min=0)[:, :num_speculative_tokens]
+        pairs = self.model.drafter.context_keys_values(target_hidden_states, target_positions)
+        commit_rows(self.switches, pairs, [cache.rows() for cache in self.model.caches], slots)
+        draw: Draw | None = None
+        if self._enable_probabilistic_draft_probs and not sampling_metadata.all_greedy:
+
+            def from_logits(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+                return self._sample_from_logits(logits, sampling_metadata)
+
+            draw = from_logits
+
+        drafted = draft_round(
+            self.model, self.head, next_token_ids, mtp_hidden[last], length, cad.block_table_tensor, draw
+        )
+        self._last_draft_probs = drafted.probabilities
+        return drafted.tokens[:, :num_speculative_tokens]
 
     def _advance_mtp(
         self,

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from dmtp_kernels.engines.vllm.switches import Switches
 from dmtp_kernels.ops.commit_kv import commit_kv
-from dmtp_kernels.ops.lm_head import key_token, lm_head_select, pack_lm_head
+from dmtp_kernels.ops.lm_head import LMHead, key_token, lm_head_select, pack_lm_head
 from dmtp_kernels.ops.t1_prep import fused_t1_prep
 
 _SMALL_HEAD = 1 << 20
 """Bytes of a head that stay in the caches, where a screen saves nothing (measured in decode/stack.py)."""
 
+Draw = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+"""`draw(logits[n, V]) -> (tokens[n], probabilities[n, V] or None)`."""
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -27,10 +30,10 @@ class Head:
             weight, format="int8" if weight.nbytes > _SMALL_HEAD else "dense", num_valid=num_valid
         )
 
-    def sample(self, proposer: Any, hidden: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens `[n]` of `hidden[n, H]`, and the probabilities `[n, V]` that they were drawn with, if they were."""
-        if proposer._enable_probabilistic_draft_probs and not sampling.all_greedy:
-            return proposer._sample_from_logits(self.logits(hidden), sampling)
+    def sample(self, hidden: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens `[n]` of `hidden[n, H]`, and the probabilities `[n, V]` that `draw` used."""
+        if draw is not None:
+            return draw(self.logits(hidden))
         tokens = self.select(hidden)
         return self.logits(hidden).argmax(dim=-1) if tokens is None else tokens, None
 
@@ -42,31 +45,65 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """vLLM's logits `[n, V]`, -inf for ids that are never produced."""
-        logits = self.model.compute_logits(hidden)
+        logits: torch.Tensor = self.model.compute_logits(hidden)
         logits[:, self.num_valid :] = -torch.inf
         return logits
 
 
-def prepare_block(
-    proposer: Any, anchor: torch.Tensor, h_mtp: torch.Tensor, sampling: Any
+class Drafted(NamedTuple):
+    """Candidates `[B, K]`, and the probabilities `[B, K, V]` that they were drawn with, if they were."""
+
+    tokens: torch.Tensor
+    probabilities: torch.Tensor | None
+
+
+def draft_round(
+    model: Any,
+    head: Head,
+    anchor: torch.Tensor,
+    h_mtp: torch.Tensor,
+    length: torch.Tensor,
+    table: torch.Tensor,
+    draw: Draw | None = None,
+) -> Drafted:
+    """T1 of the MTP states `h_mtp[B, H]`, and what the drafter continues it with.
+
+    `anchor[B]` are the tokens at positions `length[B]`; the drafter's context has `length` rows in the pages
+    `table[B, MP]`.
+    """
+    method = model.method
+    t1, embeds, first = _prepare_block(model, head, anchor, h_mtp, draw)
+    steps = torch.arange(method.num_slots, device=t1.device)
+    positions = length[:, None].long() + (0 if method.block_has_anchor else 1) + steps
+    hidden = model.run_drafter(embeds, positions, table, length)[:, method.predicting]
+    rest, others = head.sample(hidden.flatten(0, 1), draw)
+    batch = len(t1)
+    # a row without a token (all logits NaN) proposes one that verification can read
+    tokens = torch.cat([t1[:, None], rest.view(batch, -1)], dim=1).clamp(min=0)
+    if first is None or others is None:
+        return Drafted(tokens, None)
+    return Drafted(tokens, torch.cat([first[:, None], others.view(batch, -1, others.shape[-1])], dim=1))
+
+
+def _prepare_block(
+    model: Any, head: Head, anchor: torch.Tensor, h_mtp: torch.Tensor, draw: Draw | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """T1 `[B]`, the block's embeddings `[B, S, H]`, and T1's probabilities `[B, V]` where it was drawn."""
-    model, head, switches = proposer.model, proposer.head, proposer.switches
-    config, method = model.drafter_config, model.method
+    config, method, switches = model.drafter_config, model.method, head.switches
     embedding = model.model.embed_tokens.weight
     masks = method.num_slots - method.anchors
     options: dict[str, Any] = {"anchors": method.anchors, "mask_id": config.mask_token_id, "num_masks": masks}
-    drawn = proposer._enable_probabilistic_draft_probs and not sampling.all_greedy
-    if not drawn and switches.takes("fused_t1_prep", anchor, h_mtp, head.packed, embedding, model.fusion, **options):
-        t1, _, embeds, _ = fused_t1_prep(anchor, h_mtp, head.packed, embedding, model.fusion, **options)
-        return t1, embeds, None
-    t1, probs = head.sample(proposer, h_mtp, sampling)
-    if drawn and switches.takes(
-        "fused_t1_prep", anchor, h_mtp, None, embedding, model.fusion, t1_override=t1, **options
-    ):
-        embeds = fused_t1_prep(anchor, h_mtp, None, embedding, model.fusion, t1_override=t1, **options)[2]
-        return t1, embeds, probs
-    return t1, _block(model, anchor, t1, h_mtp, masks), probs
+    t1, probabilities = None, None
+    source: LMHead | None = head.packed
+    if draw is not None:
+        t1, probabilities = head.sample(h_mtp, draw)
+        options["t1_override"], source = t1, None
+    if switches.takes("fused_t1_prep", anchor, h_mtp, source, embedding, model.fusion, **options):
+        chosen, _, embeds, _ = fused_t1_prep(anchor, h_mtp, source, embedding, model.fusion, **options)
+        return chosen, embeds, probabilities
+    if t1 is None:
+        t1, _ = head.sample(h_mtp, None)
+    return t1, _block(model, anchor, t1, h_mtp, masks), probabilities
 
 
 def _block(model: Any, anchor: torch.Tensor, t1: torch.Tensor, h_mtp: torch.Tensor, masks: int) -> torch.Tensor:
@@ -140,3 +177,10 @@ def commit_context(
         return False
     commit_kv(*arguments, **options)
     return True
+
+
+def num_valid(model_config: Any) -> int:
+    """Ids that the target may produce: what `dmtp export` wrote, else its vocabulary."""
+    ours = getattr(model_config.hf_config, "dmtp_config", None) or {}
+    count: int = ours.get("num_valid", model_config.get_vocab_size())
+    return count

@@ -20,6 +20,7 @@ from tests.engines.vllm.harness import (
 )
 
 from dmtp_kernels.models.checkpoint import Checkpoint, load_checkpoint  # isort: skip
+from dmtp_kernels.models.target import Target  # isort: skip
 
 COUNT = 40
 PROMPTS = 32
@@ -126,7 +127,7 @@ def test_sampled_text_follows_the_target(checkpoint: Checkpoint, places: tuple[P
     assert found.accepted > 0.2 * found.rounds
 
 
-def _law(target: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def _law(target: Target, ids: torch.Tensor) -> torch.Tensor:
     """`[B, V]` probabilities of the token after `ids[B, T]`, by causal attention written out."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
