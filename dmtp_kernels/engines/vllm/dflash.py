@@ -33,7 +33,7 @@ class FusedDFlashProposer(DFlashProposer):
         size = self.vllm_config.parallel_config.tensor_parallel_size
         for op in ("lm_head_select", "fused_t1_prep") if size > 1 else ():
             self.switches.decide(op, f"tensor_parallel_size is {size}, the table is sharded")
-        if self.model.draft_id_to_target_id is not None:
+        if getattr(self.model, "draft_id_to_target_id", None) is not None:
             self.switches.decide("lm_head_select", "the drafter has a vocabulary of its own")
         elif not hasattr(self.model.lm_head, "weight") or not self.model.lm_head.weight.is_floating_point():
             self.switches.decide("lm_head_select", "the head is quantised")

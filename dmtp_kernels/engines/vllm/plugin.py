@@ -15,6 +15,7 @@ from dmtp_kernels.engines.vllm.settings import (
 )
 
 METHOD = "dmtp"
+_GIVEN = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 
 def install() -> None:
@@ -40,18 +41,21 @@ def install() -> None:
             raise ValueError(
                 f"dmtp: vLLM is {vllm.__version__}, the plugin supports {', '.join(f'{v}.x' for v in SUPPORTED)}"
             )
-        if self.spec_method is not None:
-            self.spec_method = "dflash"
-        else:
-            spec["method"] = "dflash"
+        spec["method"] = "dflash"
         spec.setdefault("model", self.spec_model)
-        source = draft_source(spec, target_model_config.model)
-        if self.spec_model is not None:
-            del spec["model"]
         if self.spec_tokens is not None:
-            del spec["num_speculative_tokens"]
-        self.speculative_config = spec
-        made = original(self, target_model_config, target_parallel_config)
+            spec["num_speculative_tokens"] = self.spec_tokens
+        source = draft_source(spec, target_model_config.model)
+        given = {name: getattr(self, name) for name in _GIVEN}
+        try:
+            for name in _GIVEN:
+                setattr(self, name, None)
+            self.speculative_config = spec
+            made = original(self, target_model_config, target_parallel_config)
+        finally:
+            # the same arguments may be asked for a second configuration
+            for name, value in given.items():
+                setattr(self, name, value)
         check(target_parallel_config, made)
         setattr(made.draft_model_config.hf_config, MARK, asdict(source))
         return made

@@ -25,10 +25,11 @@ class Head:
 
     def __init__(self, model: Any, num_valid: int, switches: Switches) -> None:
         self.model, self.num_valid, self.switches = model, num_valid, switches
-        weight = model.lm_head.weight.detach()[: model.logits_processor.org_vocab_size]
-        self.packed = pack_lm_head(
-            weight, format="int8" if weight.nbytes > _SMALL_HEAD else "dense", num_valid=num_valid
-        )
+        self.packed: LMHead | None = None
+        if switches.is_on("lm_head_select") or switches.is_on("fused_t1_prep"):
+            weight = model.lm_head.weight.detach()[: model.logits_processor.org_vocab_size]
+            kind = "int8" if weight.nbytes > _SMALL_HEAD else "dense"
+            self.packed = pack_lm_head(weight, format=kind, num_valid=num_valid)
 
     def sample(self, hidden: torch.Tensor, draw: Draw | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens `[n]` of `hidden[n, H]`, and the probabilities `[n, V]` that `draw` used."""
@@ -39,7 +40,7 @@ class Head:
 
     def select(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Greedy tokens `[n]` of `hidden[n, H]` without logits, None where the op is off."""
-        if not self.switches.takes("lm_head_select", hidden, self.packed):
+        if self.packed is None or not self.switches.takes("lm_head_select", hidden, self.packed):
             return None
         return key_token(lm_head_select(hidden, self.packed)[0])[:, 0]
 
@@ -94,7 +95,7 @@ def _prepare_block(
     masks = method.num_slots - method.anchors
     options: dict[str, Any] = {"anchors": method.anchors, "mask_id": config.mask_token_id, "num_masks": masks}
     t1, probabilities = None, None
-    source: LMHead | None = head.packed
+    source = head.packed
     if draw is not None:
         t1, probabilities = head.sample(h_mtp, draw)
         options["t1_override"], source = t1, None

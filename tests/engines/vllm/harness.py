@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,6 @@ from typing import Any
 
 import pytest
 
-# the engine in this process, where its objects can be looked at
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 pytest.importorskip("vllm", reason="vllm is not installed (make test-engines)")
 
 from vllm import LLM, SamplingParams
@@ -127,3 +123,8 @@ def loop(checkpoint: Checkpoint, given: list[list[int]], count: int, method: str
                 so_far += event.tokens
     places = [sum(k > place for k in kept) for place in range(7)]
     return Outcome([tokens[i][:count] for i in ids], len(kept), sum(kept), places)
+
+
+def drafter_of(llm: LLM) -> Any:
+    """The proposer of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
