@@ -1,7 +1,8 @@
 """Reading and writing the trio: target, MTP module, and every method's drafter and fusion, in one safetensors file.
 
 Tensors are named `target.*`, `mtp.*`, `drafters.<name>.*`, `fusion.<name>.*`; shapes are JSON in the file's metadata. A
-matrix may be stored as int8 rows with one fp32 scale each (`<tensor>.scale`), dequantised when it is read.
+matrix, or a stack of them, may be stored as int8 rows with one fp32 scale each (`<tensor>.scale`), dequantised when it
+is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from dmtp_kernels.models.config import PARTS, DrafterConfig, LayerConfig, MaskRule, MTPConfig, TargetConfig
+from dmtp_kernels.models.config import (
+    PARTS,
+    DrafterConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MaskRule,
+    MTPConfig,
+    TargetConfig,
+)
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
@@ -62,10 +71,10 @@ class Checkpoint:
 
 
 def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 rows of `weight[N, H]` and their fp32 scales `[N]`."""
+    """Symmetric int8 rows of `weight[..., N, H]` and their fp32 scales `[..., N]`."""
     wide = weight.float()
-    scale = (wide.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    return (wide / scale[:, None]).round().to(torch.int8), scale
+    scale = (wide.abs().amax(dim=-1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (wide / scale[..., None]).round().to(torch.int8), scale
 
 
 def write_atomically(path: Path, payload: bytes) -> None:
@@ -108,7 +117,7 @@ def save_checkpoint(
             key = f"{prefix}.{name}"
             if not with_target and prefix.startswith("drafters.") and name == "fc.weight":
                 tensors[key] = tensor.detach().to(dtype).contiguous()
-            elif draft_side and int8_drafters and tensor.dim() == 2:
+            elif draft_side and int8_drafters and (tensor.dim() == 2 or ".mlp.experts." in name):
                 tensors[key], tensors[f"{key}.scale"] = quantize_rows(tensor)
             else:
                 tensors[key] = tensor.detach().to(torch.float32 if draft_side and int8_drafters else dtype).contiguous()
@@ -210,8 +219,8 @@ def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         raw = json.loads(metadata["config"])
         if raw["format"] != FORMAT:
             raise ValueError(f"format is {raw['format']!r}, must be {FORMAT!r}")
-        target = TargetConfig(**{**raw["target"], "layer": LayerConfig(**raw["target"]["layer"])})
-        mtp = MTPConfig(**{**raw["mtp"], "layer": LayerConfig(**raw["mtp"]["layer"])})
+        target = TargetConfig(**{**raw["target"], "layer": _layer_config(raw["target"]["layer"])})
+        mtp = MTPConfig(**{**raw["mtp"], "layer": _layer_config(raw["mtp"]["layer"])})
         drafters = {name: _drafter_config(fields) for name, fields in raw["drafters"].items()}
         fusions = {name: _fusion_config(fields) for name, fields in raw["fusions"].items()}
         config = {"target": target, "mtp": mtp, "drafters": drafters, "fusions": fusions}
@@ -221,12 +230,17 @@ def _parse(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return config
 
 
+def _layer_config(fields: dict[str, Any]) -> LayerConfig:
+    experts = fields.get("experts")
+    return LayerConfig(**{**fields, "experts": None if experts is None else ExpertsConfig(**experts)})
+
+
 def _drafter_config(fields: dict[str, Any]) -> DrafterConfig:
     masks = tuple(MaskRule(**rule) for rule in fields.get("layer_masks", ()))
     layers = tuple(fields["target_layers"])
     parts = {name: kind(**fields[name]) for name, kind in PARTS.items() if fields.get(name) is not None}
     return DrafterConfig(
-        **{**fields, "layer": LayerConfig(**fields["layer"]), "target_layers": layers, "layer_masks": masks, **parts}
+        **{**fields, "layer": _layer_config(fields["layer"]), "target_layers": layers, "layer_masks": masks, **parts}
     )
 
 
@@ -326,9 +340,9 @@ def _read(
     tensor = handle.get_tensor(key)
     if tuple(tensor.shape) != shape:
         raise CheckpointError(f"checkpoint {path}: tensor {key} is {list(tensor.shape)}, expected {list(shape)}")
-    if tensor.dtype == torch.int8 and tensor.dim() == 2:
-        scale = _read(path, handle, names, known, f"{key}.scale", shape[:1])
-        tensor = tensor.float() * scale[:, None]
+    if tensor.dtype == torch.int8 and tensor.dim() >= 2:
+        scale = _read(path, handle, names, known, f"{key}.scale", shape[:-1])
+        tensor = tensor.float() * scale[..., None]
     elif tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise CheckpointError(
             f"checkpoint {path}: tensor {key} is {tensor.dtype}, expected floating point or int8 rows"

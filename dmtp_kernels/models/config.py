@@ -44,12 +44,29 @@ def _is_size(value: Any, least: int) -> bool:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Routing of an MLP as in Qwen3.5-MoE and Qwen3-Next: each row goes to `top_k` of `count` experts of
+    `intermediate_size`, weighted by the softmax over all; `normalize`: the weights of the chosen add up to 1."""
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.top_k > self.count:
+            raise ValueError(f"ExpertsConfig.top_k is {self.top_k}, must be at most the {self.count} experts")
+
+
+@dataclass(frozen=True)
 class LayerConfig:
-    """One dense Qwen3 decoder layer: RMSNorm, RoPE (neox), GQA with q/k norm, SwiGLU; no biases.
+    """One Qwen3 decoder layer: RMSNorm, RoPE (neox), GQA with q/k norm, SwiGLU; no biases.
 
     As Qwen3.5 has them: `rotary_dim` leading dimensions of a head are rotated (None: all), `gated` attention multiplies
     its output by the sigmoid of a gate that `q_proj` computes beside each head's query, `gemma_norm` means that every
-    norm's factor is `1 + weight`.
+    norm's factor is `1 + weight`. The MLP is dense, of `intermediate_size`; with `experts` it routes to them, beside a
+    shared expert of `intermediate_size`.
     """
 
     hidden_size: int
@@ -62,6 +79,7 @@ class LayerConfig:
     rotary_dim: int | None = None
     gated: bool = False
     gemma_norm: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -234,4 +252,4 @@ class DrafterConfig:
 
 PARTS = {"conv": ConvConfig, "selector": SelectorConfig, "markov": MarkovConfig, "recurrent": RecurrentConfig}
 """Optional parts of a drafter, by field."""
-_CONFIGS: dict[str, type] = {kind.__name__: kind for kind in (LayerConfig, *PARTS.values())}
+_CONFIGS: dict[str, type] = {kind.__name__: kind for kind in (LayerConfig, ExpertsConfig, *PARTS.values())}

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from dmtp_kernels.models.config import LayerConfig
+from dmtp_kernels.models.experts import RoutedMLP
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`attend(layer, q[..., T, Hq, D], k[..., T, Hkv, D], v[..., T, Hkv, D]) -> [..., T, Hq, D]`: stores the rows and
@@ -93,7 +94,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.index = index
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if config.experts is None else RoutedMLP(config, config.experts, MLP(config))
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.gemma_norm)
 

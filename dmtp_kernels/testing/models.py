@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.models.config import (
     ConvConfig,
     DrafterConfig,
+    ExpertsConfig,
     LayerConfig,
     MarkovConfig,
     MTPConfig,
@@ -44,6 +46,7 @@ def tiny_checkpoint(
     max_positions: int = 512,
     tie_embeddings: bool = False,
     shared_bias: float = 1.0,
+    mtp_experts: ExpertsConfig | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Checkpoint:
     """A random trio with a drafter for every drafted method and non-zero fusion weights, a function of its arguments.
@@ -56,7 +59,7 @@ def tiny_checkpoint(
     mask = vocab_size - 1 if mask_token_id is None else mask_token_id
     valid = vocab_size - 1 if num_valid is None else num_valid
     target = Target(TargetConfig(layer, num_layers, vocab_size, valid, max_positions, tie_embeddings))
-    mtp = MTP(MTPConfig(layer))
+    mtp = MTP(MTPConfig(replace(layer, experts=mtp_experts)))
     parts = {
         "conv": ConvConfig(2, 4),
         "selector": SelectorConfig(vocab_size, 6, min(16, valid - 1), softcap=20.0),

@@ -6,6 +6,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from dmtp_kernels.models import MTP, Drafter, DrafterConfig, MTPConfig, TargetConfig
 from dmtp_kernels.models.checkpoint import CheckpointError
-from dmtp_kernels.models.config import LayerConfig, MaskRule
+from dmtp_kernels.models.config import ExpertsConfig, LayerConfig, MaskRule
 from dmtp_kernels.models.formats import (
     DFlash2,
     DFlash2Config,
@@ -34,6 +35,7 @@ from tests.models.public_cases import randomise
 
 LAYER = LayerConfig(16, 24, 4, 2, 8, rope_theta=1e6)
 GATED = LayerConfig(16, 24, 4, 2, 16, rotary_dim=4, gated=True, gemma_norm=True)
+ROUTED = replace(GATED, experts=ExpertsConfig(count=5, top_k=2, intermediate_size=12))
 TARGET = TargetConfig(LAYER, 6, vocab_size=20, num_valid=20, max_positions=64)
 DRAFTER = DrafterConfig(LAYER, 2, (1, 3), 8, None, mask_token_id=19)
 SLIDING = (MaskRule(5, "query", True), MaskRule(None))
@@ -45,6 +47,8 @@ READERS: dict[str, Callable[..., Any]] = {
     "dmtp": read_dmtp,
     "qwen3": read_qwen3,
     "mtp": read_mtp,
+    "mtp of experts": read_mtp,
+    "mtp of single experts": read_mtp,
 }
 
 
@@ -88,9 +92,9 @@ def _save(directory: Path, kind: str) -> Path:
         )
     if kind == "qwen3":
         return save_qwen3(directory, trio.target)
-    module = MTP(MTPConfig(GATED))
+    module = MTP(MTPConfig(GATED if kind == "mtp" else ROUTED))
     randomise(module, 3)
-    return save_mtp(directory, module, TARGET)
+    return save_mtp(directory, module, TARGET, stacked=kind != "mtp of single experts")
 
 
 def edit_config(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:

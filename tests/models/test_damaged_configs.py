@@ -40,10 +40,17 @@ def test_configurations_that_are_none(tmp_path: Path, kind: str, text: str | byt
 
 
 _DRAFTER_UNREAD = {"max_position_embeddings", "tie_word_embeddings", "attention_dropout", "dtype"}
-_UNREAD = dict.fromkeys(READERS, _DRAFTER_UNREAD) | {
-    "qwen3": {"attention_dropout", "dtype"},
-    "mtp": {"vocab_size", "max_position_embeddings", "attention_dropout", "dtype"},
-}
+_UNREAD = (
+    dict.fromkeys(READERS, _DRAFTER_UNREAD)
+    | {
+        "qwen3": {"attention_dropout", "dtype"},
+    }
+    | {
+        kind: {"vocab_size", "max_position_embeddings", "attention_dropout", "dtype"}
+        for kind in READERS
+        if kind.startswith("mtp")
+    }
+)
 # null says nothing, these do
 _NULLABLE: dict[str, Any] = {"is_causal": bool, "final_logit_softcapping": (int, float)}
 _WRONG: list[Any] = [
@@ -88,7 +95,7 @@ def _of_the_type(key: str, wrong: Any, right: Any) -> bool:
 @each_kind
 def test_more_layers_than_tensors_is_seen_before_a_model_is_built(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
-    key = "mtp_num_hidden_layers" if kind == "mtp" else "num_hidden_layers"
+    key = "mtp_num_hidden_layers" if kind.startswith("mtp") else "num_hidden_layers"
 
     def change(config: dict[str, Any]) -> None:
         config[key] = 4000
@@ -105,10 +112,13 @@ def test_more_layers_than_tensors_is_seen_before_a_model_is_built(tmp_path: Path
 def test_sizes_that_no_tensor_has(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     good = (tmp_path / "config.json").read_text()
-    for key in ("hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "vocab_size"):
+    keys = ["hidden_size", "intermediate_size", "head_dim", "num_attention_heads", "vocab_size"]
+    if "experts" in kind:
+        keys[1:2] = ["num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"]
+    for key in keys:
         (tmp_path / "config.json").write_text(good)
         edit_config(tmp_path, lambda c, key=key: c.update({key: 2**30}))  # type: ignore[misc]
-        if kind in ("mtp", "dflash", "dmtp") and key == "vocab_size":
+        if key == "vocab_size" and kind not in ("dflash2", "qwen3"):
             continue  # no tensor has it
         tracemalloc.start()
         refused(tmp_path, kind)
@@ -165,7 +175,14 @@ def _inner(section: str, **values: Any) -> Callable[[dict[str, Any]], object]:
         ("qwen3", _top(use_sliding_window=True), ("use_sliding_window is True",)),
         ("qwen3", _top(tie_word_embeddings=None), ("tie_word_embeddings is null",)),
         ("qwen3", _inner("dmtp_config", num_valid=21), ("dmtp_config.num_valid is 21",)),
-        ("mtp", _top(model_type="qwen3_5_moe"), ("'qwen3_5_moe'", "experts")),
+        ("mtp", _top(model_type="qwen3_5_moe"), ("text_config.model_type is missing", "'qwen3_5_moe_text'")),
+        ("mtp", _top(model_type="qwen3_5_moe_text"), ("num_experts is missing",)),
+        ("mtp of experts", _top(num_experts=4), ("mlp.gate.weight is [5, 16], expected [4, 16]",)),
+        ("mtp of experts", _top(num_experts_per_tok=6), ("num_experts_per_tok is 6", "between 1 and 5")),
+        ("mtp of experts", _top(norm_topk_prob=False), ("norm_topk_prob is False",)),
+        ("mtp of experts", _top(decoder_sparse_step=2), ("decoder_sparse_step is 2",)),
+        ("mtp of experts", _top(mlp_only_layers=[0]), ("mlp_only_layers is [0]",)),
+        ("mtp of experts", _top(model_type="qwen3_5_text"), ("intermediate_size is missing",)),
         ("mtp", _top(mtp_use_dedicated_embeddings=True), ("mtp_use_dedicated_embeddings is True",)),
         ("mtp", _top(attn_output_gate=False), ("q_proj", "[128, 16]", "[64, 16]")),
         ("mtp", _inner("rope_parameters", partial_rotary_factor=None), ("partial_rotary_factor is null",)),

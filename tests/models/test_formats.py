@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from dmtp_kernels.models import MTP, MTPConfig
+from dmtp_kernels.models import MTP, MTPConfig, Target
 from dmtp_kernels.models.checkpoint import CheckpointError
-from dmtp_kernels.models.config import MaskRule
+from dmtp_kernels.models.config import ExpertsConfig, MaskRule
 from dmtp_kernels.models.formats import (
     read_dflash,
     read_dmtp,
@@ -27,6 +28,7 @@ from dmtp_kernels.testing.models import tiny_checkpoint
 from tests.models.format_cases import (
     GATED,
     READERS,
+    ROUTED,
     SLIDING,
     TARGET,
     dflash2,
@@ -148,6 +150,58 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> Non
         read_qwen3(tmp_path)
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_mtp_of_experts_round_trip(tmp_path: Path, stacked: bool, normalize: bool) -> None:
+    routed = replace(ROUTED, experts=ExpertsConfig(5, 3, 12, normalize))
+    module = MTP(MTPConfig(routed, num_layers=2))
+    randomise(module, 3)
+    assert_same(read_mtp(save_mtp(tmp_path, module, TARGET, stacked=stacked)), module)
+    stored, stack = tensors_of(tmp_path / "model.safetensors"), module.state_dict()["layers.1.mlp.experts.gate_up_proj"]
+    if stacked:
+        assert torch.equal(stored["mtp.layers.1.mlp.experts.gate_up_proj"], stack)
+    else:
+        assert torch.equal(stored["mtp.layers.1.mlp.experts.4.gate_proj.weight"], stack[4, :12])
+        assert torch.equal(stored["mtp.layers.1.mlp.experts.4.up_proj.weight"], stack[4, 12:])
+    kind = json.loads((tmp_path / "config.json").read_text())["model_type"]
+    assert kind == ("qwen3_5_moe_text" if normalize else "qwen3_next")
+
+
+def test_one_module_may_stack_some_of_its_experts(tmp_path: Path) -> None:
+    write(tmp_path, "mtp of single experts")
+    whole = read_mtp(tmp_path)
+    stack = whole.state_dict()["layers.0.mlp.experts.down_proj"]
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for i in range(5):
+            del tensors[f"mtp.layers.0.mlp.experts.{i}.down_proj.weight"]
+        tensors["mtp.layers.0.mlp.experts.down_proj"] = stack
+
+    edit_tensors(tmp_path, change)
+    assert_same(read_mtp(tmp_path), whole)
+
+
+def test_qwen3_next_has_one_layer_unless_it_says_another_number(tmp_path: Path) -> None:
+    write(tmp_path, "mtp of experts")
+    edit_config(tmp_path, lambda c: (c.pop("mtp_num_hidden_layers"), c.update(model_type="qwen3_next")))
+    assert read_mtp(tmp_path).config == MTPConfig(ROUTED, num_layers=1)
+    edit_config(tmp_path, lambda c: c.update(num_nextn_predict_layers=2))
+    with pytest.raises(CheckpointError, match=r"tensors mtp\.layers\.1\.\* are missing"):
+        read_mtp(tmp_path)
+
+
+def test_targets_and_drafters_of_experts_are_not_written(tmp_path: Path) -> None:
+    trio, experts = tiny_checkpoint(5), ROUTED.experts
+    target = Target(replace(trio.target.config, layer=replace(trio.target.config.layer, experts=experts)))
+    with pytest.raises(ValueError, match="dense Qwen3 checkpoints cannot say"):
+        save_qwen3(tmp_path, target)
+    routed = drafter()
+    routed.config = replace(routed.config, layer=replace(routed.config.layer, experts=experts))
+    with pytest.raises(ValueError, match="routes to experts"):
+        save_drafter(tmp_path, routed, TARGET)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_mtp_round_trip(tmp_path: Path, gated: bool) -> None:
     module = MTP(MTPConfig(GATED, num_layers=2)) if gated else tiny_checkpoint(5).mtp
@@ -166,19 +220,26 @@ def test_any_float_dtype_is_read_in_the_asked_one(tmp_path: Path, kind: str, dty
     read = READERS[kind](tmp_path, dtype=torch.float64)
     for tensor in (t for module in _modules(read) for t in module.parameters()):
         assert tensor.dtype == torch.float64 and not tensor.requires_grad
-        assert any(torch.equal(other.to(dtype).double(), tensor) for other in before.values())
+        parts = [tensor] if kind != "mtp of single experts" or tensor.dim() < 3 else _singles(tensor)
+        for part in parts:
+            assert any(torch.equal(other.to(dtype).double(), part) for other in before.values())
 
 
 @pytest.mark.parametrize("kind", READERS)
 def test_shards_and_prefixes_are_one_checkpoint(tmp_path: Path, kind: str) -> None:
     write(tmp_path, kind)
     first = READERS[kind](tmp_path)
-    if kind != "mtp":
+    if not kind.startswith("mtp"):
         edit_tensors(tmp_path, _other_prefix)
     shard(tmp_path)
     second = READERS[kind](tmp_path)
     for a, b in zip(_modules(first), _modules(second), strict=True):
         assert_same(a, b)
+
+
+def _singles(stack: torch.Tensor) -> list[torch.Tensor]:
+    gates = stack.shape[2] == 16  # [E, 2 I, H]
+    return [part for expert in stack for part in (expert.chunk(2) if gates else [expert])]
 
 
 def _modules(read: Any) -> list[nn.Module]:

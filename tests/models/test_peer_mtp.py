@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from dmtp_kernels.models.formats import read_mtp
+from tests.models.peer_cases import peer_mtp
 from tests.models.public_cases import chunked, layer_case, randomise, run_mtp, worst
 
 peer: Any = pytest.importorskip(
@@ -20,34 +20,7 @@ peer: Any = pytest.importorskip(
 )
 
 
-class PeerMTP(nn.Module):
-    """transformers has the layer and the norm but leaves the module itself to serving engines: [norm(embedding);
-    norm(hidden)] through `fc`, full-attention layers, a norm."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_fc_norm_embedding = peer.Qwen3_5RMSNorm(width, eps)
-        self.pre_fc_norm_hidden = peer.Qwen3_5RMSNorm(width, eps)
-        self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList(
-            peer.Qwen3_5DecoderLayer(config, layer_idx=i) for i in range(config.num_hidden_layers)
-        )
-        self.norm = peer.Qwen3_5RMSNorm(width, eps)
-        self.rotary = peer.Qwen3_5TextRotaryEmbedding(config)
-
-    @torch.no_grad()
-    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)], dim=-1))[None]
-        length = len(embeds)
-        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-        rope = self.rotary(x, torch.arange(length)[None])
-        for layer in self.layers:
-            x = layer(x, position_embeddings=rope, attention_mask=mask)
-        return self.norm(x)[0]
-
-
-def save(directory: Path, draw: random.Random, seed: int) -> PeerMTP:
+def save(directory: Path, draw: random.Random, seed: int) -> Any:
     """The peer's module with random weights, written as Qwen3.5 checkpoints have it, beside a tensor of the target."""
     case = layer_case(draw)
     case["head_dim"] = draw.choice([8, 16, 32])
@@ -59,7 +32,7 @@ def save(directory: Path, draw: random.Random, seed: int) -> PeerMTP:
         **case, num_hidden_layers=layers, layer_types=["full_attention"] * layers, vocab_size=40
     )
     config._attn_implementation = "eager"
-    module = PeerMTP(config).eval()
+    module = peer_mtp(peer, "Qwen3_5", config)
     randomise(module, seed)
     tensors = {f"mtp.{name}": tensor.detach().clone() for name, tensor in module.state_dict().items()}
     save_file(tensors | {"model.language_model.norm.weight": torch.zeros(3)}, directory / "model.safetensors")

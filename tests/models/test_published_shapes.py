@@ -1,7 +1,8 @@
 """Published configurations, as far as they are public, give the tensors that their checkpoints are said to have.
 
 Sources: SpecForge's configs/qwen3.6-27b-dflash2.json and its DFlash configs for Qwen3.5/3.6, the text configuration of
-Qwen3.6-27B, and public inventories of its `mtp.*` tensors.
+Qwen3.6-27B, public inventories of its `mtp.*` tensors, and for the model with experts the tensors that a public loader
+requires and transformers' defaults for Qwen3.5-35B-A3B.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from dmtp_kernels.models import MTP, Drafter
-from dmtp_kernels.models.config import MaskRule
+from dmtp_kernels.models.config import ExpertsConfig, MaskRule
 from dmtp_kernels.models.formats.dflash import parse
 from dmtp_kernels.models.formats.dflash2 import shapes
 from dmtp_kernels.models.formats.fields import Fields, read_json
@@ -53,6 +54,17 @@ TEXT_27B: dict[str, Any] = {
         "rope_theta": 10000000, "rope_type": "default",
     },
     "vocab_size": 248320,
+}  # fmt: skip
+TEXT_35B: dict[str, Any] = {
+    "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
+    "hidden_act": "silu", "hidden_size": 2048, "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512,
+    "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16, "num_experts": 256,
+    "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
+    },
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "vocab_size": 248320,
 }  # fmt: skip
 
 
@@ -123,6 +135,27 @@ def test_published_layer_ids_are_the_default_ones(tmp_path: Path) -> None:
     unsaid = DFLASH_35B | {"dflash_config": {"mask_token_id": 248070}, "num_hidden_layers": 5, "layer_types": None}
     config, _, _ = parse(fields(tmp_path, unsaid), None)
     assert config.target_layers == (1, 10, 19, 28, 37)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_mtp_of_35b_a3b(tmp_path: Path, whole: bool) -> None:
+    published = {"model_type": "qwen3_5_moe", "text_config": TEXT_35B, "vision_config": {}} if whole else TEXT_35B
+    config = parse_mtp(fields(tmp_path, published))
+    with torch.device("meta"):
+        found = of(MTP(config))
+    mlp = "layers.0.mlp"
+    wanted = {"fc.weight": [2048, 4096]} | layer("layers.0", (2048, 512, 16, 2, 256), gates=2)
+    for name in ("gate", "up", "down"):
+        wanted[f"{mlp}.shared_expert.{name}_proj.weight"] = wanted.pop(f"{mlp}.{name}_proj.weight")
+    wanted |= {f"{name}.weight": [2048] for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    wanted |= {
+        f"{mlp}.gate.weight": [256, 2048],
+        f"{mlp}.experts.gate_up_proj": [256, 1024, 2048],
+        f"{mlp}.experts.down_proj": [256, 2048, 512],
+        f"{mlp}.shared_expert_gate.weight": [1, 2048],
+    }
+    assert found == wanted and len(found) == 19
+    assert config.layer.experts == ExpertsConfig(256, 8, 512, normalize=True) and config.layer.rotary_dim == 64
 
 
 @pytest.mark.parametrize("whole", [True, False])

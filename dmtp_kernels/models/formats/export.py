@@ -14,9 +14,11 @@ from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.formats.dflash import DMTP_CONFIG, DMTP_PREFIX
 from dmtp_kernels.models.formats.dflash2 import DFlash2, DFlash2Config
 from dmtp_kernels.models.formats.dmtp import dmtp_fields
+from dmtp_kernels.models.formats.experts import split_experts
 from dmtp_kernels.models.formats.files import save_tensors
 from dmtp_kernels.models.formats.layer import layer_fields
 from dmtp_kernels.models.formats.qwen3 import HEAD
+from dmtp_kernels.models.formats.qwen_mtp import mtp_kind
 from dmtp_kernels.models.fusion import FusionModule
 from dmtp_kernels.models.mtp import MTP
 from dmtp_kernels.models.target import Target
@@ -46,6 +48,8 @@ def save_drafter(
     directory, config = Path(directory), drafter.config
     if not config.use_target_features or config.use_mtp_features:
         raise ValueError("drafter: reads MTP features as context, which DFlash checkpoints cannot say")
+    if config.layer.experts is not None:
+        raise ValueError("drafter: routes to experts, which DFlash checkpoints cannot say")
     if method is None and (fusion is not None or config.window is not None):
         raise ValueError("method: is None, must be given for a fusion or a window that counts from the anchor")
     extra = _dflash2(drafter, dflash2)
@@ -90,7 +94,8 @@ def save_drafter(
 def save_qwen3(directory: str | Path, target: Target, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write a dense Qwen3 checkpoint; returns the directory. Raises OSError when the disk refuses."""
     config = target.config
-    if config.layer.gated or config.layer.gemma_norm or config.layer.rotary_dim is not None:
+    layer = config.layer
+    if layer.gated or layer.gemma_norm or layer.rotary_dim is not None or layer.experts is not None:
         raise ValueError("target: has layers of Qwen3.5, which dense Qwen3 checkpoints cannot say")
     tensors = _state(target, "model.", dtype)
     head = tensors.pop(f"model.{HEAD}")
@@ -112,18 +117,30 @@ def save_qwen3(directory: str | Path, target: Target, *, dtype: torch.dtype = to
     return _write(Path(directory), fields, tensors)
 
 
-def save_mtp(directory: str | Path, mtp: MTP, target: TargetConfig, *, dtype: torch.dtype = torch.float32) -> Path:
-    """Write an MTP module alone, as Qwen3.5 names it; returns the directory. Raises OSError when the disk refuses."""
+def save_mtp(
+    directory: str | Path,
+    mtp: MTP,
+    target: TargetConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    stacked: bool = True,
+) -> Path:
+    """Write an MTP module alone, as Qwen3.5 names it; returns the directory.
+
+    Its experts, if it has any, are stacked in two tensors a layer, or three tensors each unless `stacked`. Raises
+    OSError when the disk refuses.
+    """
     layer = mtp.config.layer
     described = layer_fields(layer)
     rope = described["rope_parameters"]
     assert isinstance(rope, dict)
     rope.setdefault("partial_rotary_factor", 1.0)
+    kind, count = mtp_kind(layer)
     fields = {
-        "model_type": "qwen3_5_text",
+        "model_type": kind,
         **described,
         "attn_output_gate": layer.gated,
-        "mtp_num_hidden_layers": mtp.config.num_layers,
+        count: mtp.config.num_layers,
         "mtp_use_dedicated_embeddings": False,
         "vocab_size": target.vocab_size,
         "max_position_embeddings": target.max_positions,
@@ -131,7 +148,8 @@ def save_mtp(directory: str | Path, mtp: MTP, target: TargetConfig, *, dtype: to
     }
     if not layer.gemma_norm:
         fields[DMTP_CONFIG] = {"mtp_gemma_norm": False}
-    return _write(Path(directory), fields, _state(mtp, "mtp.", dtype))
+    tensors = _state(mtp, "mtp.", dtype)
+    return _write(Path(directory), fields, tensors if stacked else split_experts(tensors))
 
 
 def _dflash2(drafter: Drafter, beside: DFlash2 | None) -> DFlash2Config | None:

@@ -28,6 +28,7 @@ _BUFFERS = re.compile(r".*rotary_emb\.inv_freq")
 _MOST_SHARDS = 4096
 _PIECE = 1 << 20
 M = TypeVar("M", bound=nn.Module)
+Take = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def _as_stored(name: str) -> str:
@@ -70,9 +71,8 @@ class TensorFiles:
         """Raise CheckpointError: the tensor is not there."""
         raise CheckpointError(f"checkpoint {self.directory}: tensor {name} is missing, expected shape {list(shape)}")
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in `dtype`. Raises CheckpointError: missing, of another shape or kind, or not finite."""
-        self._taken.add(name)
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError where a tensor is missing, or of another shape or kind."""
         if name not in self._place:
             self.fail_missing(name, shape)
         path, handle, stored = self._place[name]
@@ -86,6 +86,15 @@ class TensorFiles:
                 raise CheckpointError(
                     f"checkpoint {path}: tensor {stored} is {view.get_dtype()}, expected {', '.join(sorted(_FLOATS))}"
                 )
+        except SafetensorError as error:
+            raise CheckpointError(f"checkpoint {path}: tensor {stored} cannot be read ({error})") from error
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in `dtype`. Raises CheckpointError: missing, of another shape or kind, or not finite."""
+        self._taken.add(name)
+        self.check(name, shape)
+        path, handle, stored = self._place[name]
+        try:
             # a copy: the file may change while the model lives
             tensor = torch.empty(shape, dtype=dtype)
             tensor.copy_(handle.get_tensor(stored))
@@ -107,11 +116,14 @@ class TensorFiles:
                 f"checkpoint {self.directory}: its configuration is not a model ({reason})"
             ) from error
 
-    def fill(self, module: nn.Module, prefix: str, dtype: torch.dtype, skip: Collection[str] = ()) -> None:
+    def fill(
+        self, module: nn.Module, prefix: str, dtype: torch.dtype, skip: Collection[str] = (), take: Take | None = None
+    ) -> None:
         """Load every tensor of a module that lives on the meta device, from `prefix` + its name, in eval mode and
-        without gradients."""
+        without gradients; `take` reads one in place of the method of that name."""
+        take = take or self.take
         state = {
-            name: self.take(prefix + name, tuple(tensor.shape), dtype)
+            name: take(prefix + name, tuple(tensor.shape), dtype)
             for name, tensor in module.state_dict().items()
             if name not in skip
         }

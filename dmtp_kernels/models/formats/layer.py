@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmtp_kernels.models.config import LayerConfig
+from dmtp_kernels.models.config import ExpertsConfig, LayerConfig
 from dmtp_kernels.models.formats.fields import Fields, same
 
 MOST_LAYERS = 4096
+_DENSE, _SHARED = "intermediate_size", "shared_expert_intermediate_size"
 
 
-def read_layer(config: Fields, *, gated: bool = False, gemma_norm: bool = False, partial: bool = False) -> LayerConfig:
+def read_layer(
+    config: Fields,
+    *,
+    gated: bool = False,
+    gemma_norm: bool = False,
+    partial: bool = False,
+    experts: ExpertsConfig | None = None,
+) -> LayerConfig:
     """Layer of a configuration of the Qwen3 family; `partial`: how much of a head is rotated has to be said.
+
+    Beside `experts` the width of the shared expert is read.
 
     Raises CheckpointError on biases, another activation, scaled RoPE, quantised weights, and on anything missing.
     """
@@ -26,7 +36,7 @@ def read_layer(config: Fields, *, gated: bool = False, gemma_norm: bool = False,
         config.fail(f"partial_rotary_factor {factor} of head_dim {head_dim} is {rotary}, must be an even number")
     sizes: dict[str, Any] = {
         "hidden_size": config.integer("hidden_size"),
-        "intermediate_size": config.integer("intermediate_size"),
+        "intermediate_size": config.integer(_DENSE if experts is None else _SHARED),
         "num_heads": config.integer("num_attention_heads"),
         "num_kv_heads": config.integer("num_key_value_heads"),
         "rotary_dim": None if int(rotary) == head_dim else int(rotary),
@@ -34,7 +44,13 @@ def read_layer(config: Fields, *, gated: bool = False, gemma_norm: bool = False,
     eps = config.number("rms_norm_eps")
     try:
         return LayerConfig(
-            **sizes, head_dim=head_dim, rope_theta=theta, rms_norm_eps=eps, gated=gated, gemma_norm=gemma_norm
+            **sizes,
+            head_dim=head_dim,
+            rope_theta=theta,
+            rms_norm_eps=eps,
+            gated=gated,
+            gemma_norm=gemma_norm,
+            experts=experts,
         )
     except ValueError as error:
         config.fail(str(error))
@@ -56,6 +72,29 @@ def _rope(config: Fields, partial: bool) -> tuple[float, float]:
     return theta, factor
 
 
+def read_experts(config: Fields) -> ExpertsConfig:
+    """Routing of every layer's MLP. Raises CheckpointError where some layers are dense, and on anything missing."""
+    config.refuse("decoder_sparse_step", (1,), "layers without experts among those with are not supported")
+    config.refuse("mlp_only_layers", ([],), "layers without experts among those with are not supported")
+    count = config.integer("num_experts")
+    return ExpertsConfig(
+        count=count,
+        top_k=config.integer("num_experts_per_tok", most=count),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob", True),
+    )
+
+
+def experts_fields(experts: ExpertsConfig) -> dict[str, object]:
+    """What `read_experts` reads, as a configuration has it."""
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalize,
+    }
+
+
 def layer_fields(layer: LayerConfig) -> dict[str, object]:
     """What `read_layer` reads, as a configuration has it."""
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": layer.rope_theta}
@@ -63,7 +102,8 @@ def layer_fields(layer: LayerConfig) -> dict[str, object]:
         rope["partial_rotary_factor"] = layer.rotary_dim / layer.head_dim
     return {
         "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
+        _DENSE if layer.experts is None else _SHARED: layer.intermediate_size,
+        **({} if layer.experts is None else experts_fields(layer.experts)),
         "num_attention_heads": layer.num_heads,
         "num_key_value_heads": layer.num_kv_heads,
         "head_dim": layer.head_dim,
