@@ -14,6 +14,20 @@ from rich.console import Console
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
 from dmtp_kernels._files import check_file
+from dmtp_kernels.cli_formats import (
+    BlockOption,
+    DrafterOption,
+    IdsFileOption,
+    MTPOption,
+    PromptOption,
+    TargetOption,
+    check_ids,
+    given,
+    held_out,
+    load_drafts,
+    read_prompts,
+    runnable,
+)
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.memory import check_fits
 from dmtp_kernels.decode.method import METHODS
@@ -22,8 +36,6 @@ from dmtp_kernels.decode.profile_files import check_trace, figure_class, plot_st
 from dmtp_kernels.decode.profile_table import beside, overhead_table, own_share
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
-from dmtp_kernels.models.checkpoint import load_checkpoint
-from dmtp_kernels.training.data import held_out_prompts
 
 TRACED = 8
 """Rounds in a trace."""
@@ -31,9 +43,14 @@ TRACED = 8
 
 @one_line_errors
 def profile_command(
+    context: typer.Context,
     method: Annotated[str, typer.Option(help=f"one of {', '.join(METHODS)}")] = "dmtp",
     against: Annotated[
-        str, typer.Option(help="method measured in turns with it, or none; the same as --method counts as none")
+        str,
+        typer.Option(
+            help="method measured in turns with it, or none; the same as --method counts as none, as does the default "
+            "where --target cannot run it"
+        ),
     ] = "dflash",
     batch: Annotated[int, typer.Option(help="requests decoded together, all of them in every timed round")] = 8,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 1.0,
@@ -48,7 +65,13 @@ def profile_command(
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda", show_default="cuda where there is such a device")
     ] = None,
+    ids: PromptOption = None,
+    ids_file: IdsFileOption = None,
     checkpoint: CheckpointOption = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    mtp: MTPOption = None,
+    block_size: BlockOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time of a round by stage, beside another method, and how much of it the models take."""
@@ -73,17 +96,23 @@ def profile_command(
     if plot is not None:
         check_file("plot", plot, (".png",))
         figure_class()
-    models = load_checkpoint(checkpoint, drafters=[m.drafter for m in chosen if m.drafter])
+    own = read_prompts(ids, ids_file)
+    models = load_drafts(checkpoint, [m.drafter for m in chosen if m.drafter], target, drafter, mtp, block_size)
+    if target is not None and not given(context, "against") and chosen[-1].name not in runnable(models):
+        del chosen[1:]
     for module in models.modules().values():
         module.to(where)
     limit = models.target.config.max_positions - MAX_ROWS
+    if own:
+        check_ids(models, own, limit // 4)
+    texts = own or held_out(models, limit // 4)
+    if target is not None:
+        # caches for as many positions as public models have would not fit
+        limit = min(limit, max(map(len, texts)) + MAX_ROWS * (warmup + max(rounds, TRACED) + 1))
     check_fits("batch", batch, models, chosen, limit)
-    texts = [p["text"].encode()[: limit // 4] for p in held_out_prompts()]
     if warmup >= (most := limit - max(map(len, texts))):
         raise ValueError(f"warmup: is {warmup}, must be below {most}, the tokens that a request decodes")
-    requests = [
-        Request(tuple(text := texts[i % len(texts)]), limit - len(text), temperature, seed=i) for i in range(batch)
-    ]
+    requests = [Request(text := texts[i % len(texts)], limit - len(text), temperature, seed=i) for i in range(batch)]
 
     def engine(index: int) -> Engine:
         return Engine(models, chosen[index], max_batch=batch, max_tokens=limit, verification=verification)

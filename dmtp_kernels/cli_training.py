@@ -13,17 +13,33 @@ from rich.console import Console
 
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
+from dmtp_kernels.cli_formats import (
+    BlockOption,
+    DrafterOption,
+    IdsFileOption,
+    MTPOption,
+    PromptOption,
+    TargetOption,
+    check_ids,
+    given,
+    held_out,
+    load_drafts,
+    read_prompts,
+    runnable,
+)
 from dmtp_kernels.decode.evaluate import add_to_record, compare, read_record
 from dmtp_kernels.decode.method import SHIPPED
 from dmtp_kernels.decode.stack import get_method
-from dmtp_kernels.models.checkpoint import EMBEDDED, load_checkpoint
+from dmtp_kernels.models.checkpoint import EMBEDDED
 from dmtp_kernels.training.data import held_out_prompts
 
 
 @one_line_errors
 def compare_command(
     context: typer.Context,
-    methods: Annotated[str, typer.Option(help="comma-separated (default: all shipped)")] = ",".join(SHIPPED),
+    methods: Annotated[str, typer.Option(help="comma-separated (default: all shipped; of --target all it can run)")] = (
+        ",".join(SHIPPED)
+    ),
     prompts: Annotated[int, typer.Option(help="held-out prompts to use, 0 = all")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
     temperature: Annotated[float, typer.Option(help="greedy text of a tiny model loops; 0.6 and 1 say more")] = 0.6,
@@ -43,32 +59,49 @@ def compare_command(
     ] = False,
     runs: Annotated[Path, typer.Option(help="with --all: where it was trained")] = Path("runs/ablation"),
     out: Annotated[Path, typer.Option(help="with --all: directory of the page")] = Path("runs/ablation/results"),
+    ids: PromptOption = None,
+    ids_file: IdsFileOption = None,
     checkpoint: CheckpointOption = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    mtp: MTPOption = None,
+    block_size: BlockOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Table of methods on the held-out prompts: acceptance, lengths, target forwards, speed."""
+    """Table of methods on the held-out prompts, or on --ids: acceptance, lengths, target forwards, speed."""
     _only(context, every, {"prompts", "max_new_tokens", "runs", "out"}, {"runs", "out"})
-    texts = [p["text"].encode() for p in held_out_prompts()]
-    if prompts < 0 or prompts > len(texts):
-        raise ValueError(f"prompts: is {prompts}, must be between 0 and {len(texts)}")
+    most = len(held_out_prompts())
+    if prompts < 0 or prompts > most:
+        raise ValueError(f"prompts: is {prompts}, must be between 0 and {most}")
     if every:
-        _compare_all(runs, out, prompts or len(texts), max_new_tokens)
+        _compare_all(runs, out, prompts or most, max_new_tokens)
         return
     if not 1 <= batch <= MOST_ROWS:
         raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
     if plot is not None and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
         raise ValueError(f"plot: is {plot}, must be a .png in a directory that exists")
     if record:
+        if target is not None:
+            raise ValueError("record: is of a --checkpoint, --target has none")
         read_record(checkpoint or EMBEDDED)
+    own = read_prompts(ids, ids_file)
+    if own and prompts:
+        raise ValueError("prompts: counts held-out prompts, give it or --ids and --ids-file")
     names = [name.strip() for name in methods.split(",") if name.strip()]
     if not names:
         raise ValueError("methods: names none")
     drafters = [d for d in (get_method(name).drafter for name in names) if d is not None]
-    models = load_checkpoint(checkpoint, drafters=drafters)
+    models = load_drafts(checkpoint, drafters, target, drafter, mtp, block_size)
+    if target is not None and not given(context, "methods"):
+        names = runnable(models)
+    if own:
+        check_ids(models, own, models.target.config.max_positions)
+    else:
+        own = held_out(models)[: prompts or None]
     progress = _progress if not as_json and sys.stderr is not None and sys.stderr.isatty() else None
     result = compare(
         models,
-        texts[: prompts or None],
+        own,
         names,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -134,12 +167,10 @@ def train_command(
 def _only(context: typer.Context, every: bool, with_all: set[str], no_other: set[str]) -> None:
     """Refuse options that were given and mean nothing with `--all`, or without it."""
     for name in context.params:
-        source = context.get_parameter_source(name)
-        given = source is not None and source.name == "COMMANDLINE"
-        option = name.replace("_", "-")
-        if given and every and name not in {*with_all, "every"}:
+        here, option = given(context, name), name.replace("_", "-")
+        if here and every and name not in {*with_all, "every"}:
             raise ValueError(f"{option}: means nothing with --all")
-        if given and not every and name in no_other:
+        if here and not every and name in no_other:
             raise ValueError(f"{option}: is for --all")
 
 

@@ -33,10 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "_cli_errors": set(),
     "_files": set(),
     "_cli_options": set(),
-    "cli_profile": {"", *CORE, "_cli_errors", "_cli_options", "_files", "models", "decode", "training"},
+    "cli_profile": {"", *CORE, "_cli_errors", "_cli_options", "_files", "cli_formats", "models", "decode"},
     "cli_chat": {"", *CORE, "models", "decode"},
-    "cli_formats": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode"},
-    "cli_training": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode", "training"},
+    "cli_formats": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode", "training"},
+    "cli_training": {"", *CORE, "_cli_errors", "_cli_options", "cli_formats", "models", "decode", "training"},
     "bench": {"", *CORE, "_cli_errors", "_cli_options", "_files", "ops", "testing"},
     "engines": {"", *CORE, "ops", "models", "decode", "training", "testing", "doctor"},
     "cli": {

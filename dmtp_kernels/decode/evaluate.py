@@ -44,7 +44,7 @@ class Run:
 
 
 def make_requests(
-    prompts: Sequence[bytes], *, max_new_tokens: int, temperature: float, seed: int, stop_ids: tuple[int, ...]
+    prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, seed: int, stop_ids: tuple[int, ...]
 ) -> list[Request]:
     """One request per prompt; prompt i draws with seed `seed + i`."""
     return [
@@ -84,7 +84,7 @@ def run_method(
 @torch.no_grad()
 def compare(
     checkpoint: Checkpoint,
-    prompts: Sequence[bytes],
+    prompts: Sequence[Sequence[int]],
     names: Sequence[str],
     *,
     max_new_tokens: int = 128,
@@ -96,7 +96,7 @@ def compare(
     agreement: bool = True,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Table of methods over the same prompts and seeds, ready for JSON.
+    """Table of methods over the same prompts, token ids or bytes, and seeds, ready for JSON.
 
     `identical` is present with `check`; an interval is a 95 % percentile bootstrap over prompts. `tokens_per_second`
     is this machine's, eager, and includes prefill.

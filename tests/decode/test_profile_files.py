@@ -115,7 +115,7 @@ def test_a_bad_path_names_its_option_before_anything_runs(
     option: str, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder.png").mkdir()
-    monkeypatch.setattr("dmtp_kernels.cli_profile.load_checkpoint", lambda *_, **__: pytest.fail("ran"))
+    monkeypatch.setattr("dmtp_kernels.cli_profile.load_drafts", lambda *_, **__: pytest.fail("ran"))
     result = CliRunner().invoke(app, ["profile", option, str(tmp_path / name)])
     assert result.exit_code == 2 and f"error: {option[2:]}: is {tmp_path / name}, {message}" in result.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["folder.png"]
@@ -124,7 +124,7 @@ def test_a_bad_path_names_its_option_before_anything_runs(
 def test_a_directory_that_the_profiler_cannot_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "\udcff"
     folder.mkdir()
-    monkeypatch.setattr("dmtp_kernels.cli_profile.load_checkpoint", lambda *_, **__: pytest.fail("ran"))
+    monkeypatch.setattr("dmtp_kernels.cli_profile.load_drafts", lambda *_, **__: pytest.fail("ran"))
     result = CliRunner().invoke(app, ["profile", "--trace", str(folder / "a.json")])
     assert result.exit_code == 2 and "its directory must have a name in UTF-8" in result.stderr
 

@@ -12,7 +12,7 @@ from dmtp_kernels.models.smollm2 import PROMPTS, SmolLM2, load_smollm2
 
 METHODS = ("autoregressive", "mtp3", "dflash", "dmtp")
 TEMPERATURES = (0.0, 0.6, 1.0)
-NEW_TOKENS = 64
+NEW_TOKENS = 48
 
 
 def measure(
@@ -35,7 +35,7 @@ def measure(
     for temperature in temperatures:
         result = compare(
             checkpoint,
-            chats,  # type: ignore[arg-type]
+            chats,
             methods,
             max_new_tokens=new_tokens,
             temperature=temperature,
