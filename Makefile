@@ -119,8 +119,8 @@ test-peer: $(PEER)
 
 test-engines: $(SGLANG) $(VLLM)
 	$(TEST_ENV) TRITON_INTERPRET=1 PYTHONPATH=.engines-sglang$(if $(PYTHONPATH),:$(PYTHONPATH)) \
-		$(PY) -m pytest tests/engines/sglang
-	$(TEST_ENV) OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest tests/engines/vllm
+		$(PY) -m pytest tests/engines/sglang tests/engines/vllm/test_peer_kernels.py
+	$(TEST_ENV) OMP_NUM_THREADS=1 $(VLLM_PY) -m pytest tests/engines/vllm --ignore=tests/engines/vllm/test_peer_kernels.py
 
 lint: $(SETUP)
 	$(PY) -m ruff check .
