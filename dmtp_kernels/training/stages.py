@@ -48,6 +48,8 @@ STAGES = (
     Stage("methods", 0.5, 1.0, 0.0),
     Stage("scratch", 1.0, 0.5, 0.0),
 )
+AS_CONTINUATIONS = {"markov", "recurrent"}
+"""Parts whose methods are not trained from scratch: DSpark and Domino, which the source names but does not compare."""
 FILES = {2: "tiny.safetensors", 3: "scratch.safetensors"}
 """What a stage's end is kept as."""
 
@@ -88,6 +90,8 @@ def enter(trio: Trio, stage: int, methods: Collection[str] = tuple(DRAFTED)) -> 
     trio.drafters, trio.fusions = {}, {}
     for name in methods:
         method = METHODS[name]
+        if stage == 3 and AS_CONTINUATIONS.intersection(method.parts):
+            continue
         if stage == 2:
             assert dflash is not None
             trio.drafters[name] = _continued(dflash, method)
