@@ -46,9 +46,7 @@ class DMTPProposer(DFlashProposer):
 
     def load_model(self, target_model: torch.nn.Module) -> None:
         if self.device.type != "cpu" and self.compilation_config.cudagraph_mode.has_full_cudagraphs():
-            raise ValueError(
-                "dmtp: cudagraph_mode has full graphs, must be PIECEWISE or NONE: the hook does not replay"
-            )
+            raise ValueError("dmtp: cudagraph_mode has full graphs, must be PIECEWISE or NONE in this model runner")
         super().load_model(target_model)
 
         def keep(module: torch.nn.Module, inputs: Any, output: Any) -> None:

@@ -42,7 +42,13 @@ def test_rows_are_those_of_vllm(tmp_path: Path) -> None:
         attention.kv_cache = torch.full((PAGES, 2, PAGE_SIZE, 64), torch.nan)
     assert commit_context(Switches(["commit_kv"]), model, states, positions, slots)
     live = slots >= PAGE_SIZE
-    for attention, (k, v) in zip(model._attn_layers, written, strict=True):
+    raw, _ = model._project_context_kv(states, 23, 2, 2, 32)
+    for i, (attention, (k, v)) in enumerate(zip(model._attn_layers, written, strict=True)):
+        layer = model.layers[i].self_attn
+        if i > 0:
+            # vLLM 0.32 norms the keys of all layers with the first one's weight on a CPU: the layer's own norm and RoPE
+            k = layer.k_norm(raw[i].reshape(-1, 32).contiguous()).view(23, 64)
+            k = layer.rotary_emb(positions, k.clone(), k)[1].view(23, 2, 32)
         rows = attention.kv_cache.transpose(1, 2).reshape(PAGES * PAGE_SIZE, 2, 64)
         torch.testing.assert_close(rows[slots[live]], torch.cat([k, v], dim=-1)[live], rtol=2e-6, atol=2e-6)
         others = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vllm is not installed (make test-engines)")
 
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -58,7 +59,7 @@ def as_v2(proposer: DMTPProposer, call: dict[str, Any]) -> dict[str, Any]:
     by_state = call["next_token_ids"].flip(0)
     garbage = torch.full_like(by_state, 3)
     kept = sampled.flip(0) > 0
-    _, metadata = super(DMTPProposer, proposer).build_per_group_and_layer_attn_metadata(cad)
+    _, metadata = SpecDecodeBaseProposer.build_per_group_and_layer_attn_metadata(proposer, cad)
     names = [*proposer.model.mtp_layers, *(cache.layer_name for cache in proposer.model.caches)]
     width = proposer.hidden_size
     features = call["target_hidden_states"].split(width, dim=-1)
