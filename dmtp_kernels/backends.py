@@ -1,8 +1,10 @@
 """Which implementation of an op runs where, and why not a better one.
 
-Backends: `cuda` and `triton` for CUDA tensors, `cpu` (C++) for CPU tensors, `reference` (eager PyTorch) for any. An op
-registers the ones it has and `implementation` picks the first that runs. `use_backend` forces one; under
-TRITON_INTERPRET=1 a forced `triton` takes CPU tensors too. The `cpu` backends share one compiled module, `compiled()`.
+Backends: `triton` and `cuda` (CUDA C++) for CUDA tensors, `cpu` (C++) for CPU tensors, `reference` (eager PyTorch)
+for any. An op registers the ones it has and `implementation` picks the first that runs: `cuda` only where there is no
+Triton, since nothing was measured that prefers it. `use_backend` forces one; under TRITON_INTERPRET=1 a forced `triton`
+takes CPU tensors too. The `cpu` backends share one compiled module, `compiled()`, the `cuda` backends one library,
+`cuda_library()`.
 
 `flash` (an installed FlashAttention) is optional: it runs where it is forced and never by itself. Its module has
 `missing(device)`, why it cannot run there, and `refuses(*inputs)`, why it does not take these arguments; both return
@@ -16,6 +18,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch
 
 from dmtp_kernels._warmup import refuse_compiling_in_capture
 
-NAMES = ("cuda", "triton", "cpu", "reference", "flash")
+NAMES = ("triton", "cuda", "cpu", "reference", "flash")
 
 
 class BackendUnavailable(RuntimeError):
@@ -35,6 +38,7 @@ _loaded: dict[tuple[str, str], Callable[..., None]] = {}
 _chosen: dict[tuple[str, str], str] = {}  # (op, device type) -> backend, until a choice changes
 _forced: dict[str | None, str] = {}  # op, or None for all of them -> backend
 _compiled: ModuleType | str | None = None  # or why there is none
+_cuda: Any = None  # ops of the CUDA library, or why there is none
 
 
 def register(op: str, implementations: dict[str, str]) -> None:
@@ -57,8 +61,10 @@ def unavailable(op: str, backend: str, device: torch.device) -> str | None:
             return "triton is not installed"
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "triton runs CPU tensors only under TRITON_INTERPRET=1"
-    if backend == "cuda" and device.type != "cuda":
-        return f"cuda kernels need CUDA tensors, got {device.type}"
+    if backend == "cuda":
+        if device.type != "cuda":
+            return f"cuda kernels need CUDA tensors, got {device.type}"
+        return cuda_missing()
     if backend == "cpu":
         if device.type != "cpu":
             return f"cpu kernels need CPU tensors, got {device.type}"
@@ -116,6 +122,41 @@ def _load_compiled() -> ModuleType | str:
         return f"dmtp_kernels._C does not load: {error}"
 
 
+def cuda_library() -> Any:
+    """The ops of the compiled library `dmtp_kernels/_cuda.so`, loaded at the first call.
+
+    Raises:
+        BackendUnavailable: it is not there or does not load; the message says why.
+    """
+    reason = cuda_missing()
+    if reason is not None:
+        raise BackendUnavailable(reason)
+    return _cuda
+
+
+def cuda_missing() -> str | None:
+    """Why there is no library of CUDA kernels, or None when there is one. It loads on machines without a GPU, too."""
+    global _cuda
+    if _cuda is None:
+        _cuda = _load_cuda()
+    return _cuda if isinstance(_cuda, str) else None
+
+
+def _load_cuda() -> Any:
+    try:
+        build = importlib.import_module("dmtp_kernels._build")
+    except ImportError:
+        return "dmtp_kernels/_cuda.so is missing: nothing was compiled (`make setup` does)"
+    missing = getattr(build, "NO_CUDA", "it was not asked for")
+    if missing:
+        return f"dmtp_kernels/_cuda.so is missing: {missing}"
+    try:
+        torch.ops.load_library(str(Path(str(build.__file__)).with_name("_cuda.so")))
+    except OSError as error:
+        return f"dmtp_kernels/_cuda.so does not load: {error}"
+    return torch.ops.dmtp_cuda
+
+
 def choose(op: str, device: torch.device) -> str:
     """Name of the backend that `op` uses on `device` now."""
     forced = _forced.get(op) or _forced.get(None)
@@ -124,7 +165,7 @@ def choose(op: str, device: torch.device) -> str:
         if reason is not None:
             raise BackendUnavailable(f"{op}: backend {forced!r} was forced, but {reason}")
         return forced
-    order = ("cuda", "triton", "reference") if device.type == "cuda" else ("cpu", "reference")
+    order = ("triton", "cuda", "reference") if device.type == "cuda" else ("cpu", "reference")
     for backend in order:
         if unavailable(op, backend, device) is None:
             return backend

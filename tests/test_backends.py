@@ -57,7 +57,7 @@ def register(*names: str) -> None:
         (("reference", "cpu"), CUDA, "reference"),
         (("reference", "triton"), CUDA, "triton"),
         (("reference", "triton"), CPU, "reference"),
-        (("reference", "triton", "cuda", "cpu"), CUDA, "cuda"),
+        (("reference", "triton", "cuda", "cpu"), CUDA, "triton"),
         (("reference", "triton", "cuda", "cpu"), CPU, "cpu"),
     ],
 )
@@ -88,7 +88,7 @@ def test_interpreter_lets_triton_take_cpu_tensors(with_triton: None, monkeypatch
         ("cuda", CPU, "cuda kernels need CUDA tensors, got cpu"),
         ("cpu", CUDA, "cpu kernels need CPU tensors, got cuda"),
         ("triton", CPU, "triton runs CPU tensors only under TRITON_INTERPRET=1"),
-        ("opencl", CPU, "no backend named 'opencl', must be one of cuda, triton, cpu, reference, flash"),
+        ("opencl", CPU, "no backend named 'opencl', must be one of triton, cuda, cpu, reference, flash"),
     ],
 )
 def test_reason_names_what_is_wrong(with_triton: None, backend: str, device: torch.device, reason: str) -> None:
@@ -164,7 +164,7 @@ def test_a_forced_backend_never_falls_back() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="name: no backend 'tpu', must be one of cuda, triton, cpu, reference, flash"):
+    with pytest.raises(ValueError, match="name: no backend 'tpu', must be one of triton, cuda, cpu, reference, flash"):
         backends.use_backend("tpu")
     with pytest.raises(ValueError, match=r"implementations: unknown backend \['tpu'\]"):
         backends.register(OP, {"tpu": "module:function"})

@@ -121,6 +121,7 @@ ACCEPT_PREFIX = define_op(
     check=_check_prefix,
     implementations={
         "triton": "dmtp_kernels.ops.accept.launch:accept_prefix",
+        "cuda": "dmtp_kernels.ops.accept.cuda:accept_prefix",
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_prefix",
         "reference": "dmtp_kernels.ops.accept.reference:accept_prefix",
     },

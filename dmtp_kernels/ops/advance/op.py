@@ -91,6 +91,7 @@ ADVANCE_ROUND = define_op(
     check=_check,
     implementations={
         "triton": "dmtp_kernels.ops.advance.launch:advance_round",
+        "cuda": "dmtp_kernels.ops.advance.cuda:advance_round",
         "cpu": "dmtp_kernels.ops.advance.cpu:advance_round",
         "reference": "dmtp_kernels.ops.advance.reference:advance_round",
     },

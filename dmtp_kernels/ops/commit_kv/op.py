@@ -240,5 +240,6 @@ COMMIT_KV = define_op(
         "reference": "dmtp_kernels.ops.commit_kv.reference:commit_kv",
         "cpu": "dmtp_kernels.ops.commit_kv.cpu:commit_kv",
         "triton": "dmtp_kernels.ops.commit_kv.launch:commit_kv",
+        "cuda": "dmtp_kernels.ops.commit_kv.cuda:commit_kv",
     },
 )

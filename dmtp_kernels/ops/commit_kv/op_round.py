@@ -136,5 +136,6 @@ COMMIT_ROUND = define_op(
         "reference": "dmtp_kernels.ops.commit_kv.reference:commit_round",
         "cpu": "dmtp_kernels.ops.commit_kv.cpu:commit_round",
         "triton": "dmtp_kernels.ops.commit_kv.launch:commit_round",
+        "cuda": "dmtp_kernels.ops.commit_kv.cuda:commit_round",
     },
 )

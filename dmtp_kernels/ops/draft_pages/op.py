@@ -118,6 +118,7 @@ _OUTS = ("draft_table", "draft_len", "kv_skip")
 _REFERENCE = "dmtp_kernels.ops.draft_pages.reference"
 _LAUNCH = "dmtp_kernels.ops.draft_pages.launch"
 _CPU = "dmtp_kernels.ops.draft_pages.cpu"
+_CUDA = "dmtp_kernels.ops.draft_pages.cuda"
 
 DRAFT_PAGE_TABLE = define_op(
     "draft_page_table",
@@ -130,6 +131,7 @@ DRAFT_PAGE_TABLE = define_op(
     check=_check,
     implementations={
         "triton": f"{_LAUNCH}:draft_page_table",
+        "cuda": f"{_CUDA}:draft_page_table",
         "cpu": f"{_CPU}:draft_page_table",
         "reference": f"{_REFERENCE}:draft_page_table",
     },
@@ -146,6 +148,7 @@ DRAFT_PAGE_TABLE_FROM_SLOTS = define_op(
     check=_check_from_slots,
     implementations={
         "triton": f"{_LAUNCH}:draft_page_table_from_slots",
+        "cuda": f"{_CUDA}:draft_page_table_from_slots",
         "cpu": f"{_CPU}:draft_page_table_from_slots",
         "reference": f"{_REFERENCE}:draft_page_table_from_slots",
     },

@@ -1,0 +1,77 @@
+#pragma once
+
+// What every CUDA kernel of this folder starts from. Tests run the same sources on the CPU (csrc/testing).
+#ifdef DMTP_CUDA_HOST
+#include "testing/cuda_host.h"
+#else
+#include <cuda_runtime.h>
+
+// shared memory of the block; the type has no constructor
+#define DMTP_SHARED(Type, name) __shared__ Type name
+#endif
+
+#include "dmtp/types.h"
+
+namespace dmtp::cuda {
+
+constexpr uint32_t kAllLanes = 0xffffffff;
+constexpr int kLanes = 32;
+
+#ifdef DMTP_CUDA_HOST
+template <class... Wanted, class... Given>
+const char* launch(void (*kernel)(Wanted...), int64_t blocks, int threads, void*, Given... arguments) {
+  const host::Index grid{static_cast<unsigned>(blocks), 1, 1}, block{static_cast<unsigned>(threads), 1, 1};
+  return host::run(grid, block, false, [=] { kernel(static_cast<Wanted>(arguments)...); });
+}
+#else
+// Null, or what the runtime says of the launch.
+template <class... Wanted, class... Given>
+const char* launch(void (*kernel)(Wanted...), int64_t blocks, int threads, void* stream, Given... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+#endif
+
+__device__ inline bool given(const Tensor& t) {
+  return t.dtype != DType::none;
+}
+
+template <class T>
+__device__ inline T* row_of(const Tensor& t, int64_t row, int64_t entry = 0) {
+  return static_cast<T*>(t.data) + row * t.stride[0] + entry * t.stride[1];
+}
+
+__device__ inline int64_t index_at(const Tensor& t, int64_t offset) {
+  return t.dtype == DType::i64 ? static_cast<const int64_t*>(t.data)[offset]
+                               : static_cast<const int32_t*>(t.data)[offset];
+}
+
+__device__ inline int64_t index_of(const Tensor& t, int64_t row) {
+  return index_at(t, row * t.stride[0]);
+}
+
+__device__ inline void set_index(const Tensor& t, int64_t offset, int64_t value) {
+  if (t.dtype == DType::i64) {
+    static_cast<int64_t*>(t.data)[offset] = value;
+  } else {
+    static_cast<int32_t*>(t.data)[offset] = static_cast<int32_t>(value);
+  }
+}
+
+__device__ inline int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+__device__ inline int64_t most(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
+
+__device__ inline int64_t within(int64_t x, int64_t low, int64_t high) {
+  return least(most(x, low), high);
+}
+
+}  // namespace dmtp::cuda

@@ -1,0 +1,204 @@
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include <vector>
+
+#include "cuda/launchers.h"
+#include "tensors.h"
+
+// Torch's side of csrc/cuda over its stable C interface: one binary serves every torch from 2.11 on, and the library
+// loads, and refuses, where torch was built without CUDA.
+
+#ifndef DMTP_CUDA_LIBRARY
+#define DMTP_CUDA_LIBRARY dmtp_cuda
+#define DMTP_CUDA_KEY CUDA
+#endif
+
+namespace dmtp {
+namespace {
+
+using Stables = std::vector<Stable>;
+using Whole = std::vector<int64_t>;
+
+// The current stream of a device. It is looked for in the torch that runs, since one without CUDA has no such function.
+void* stream_of(int32_t device) {
+#ifdef DMTP_CUDA_HOST
+  (void)device;
+  return nullptr;
+#else
+  using Function = AOTITorchError (*)(int32_t, void**);
+  static const auto function = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW);
+    return reinterpret_cast<Function>(library == nullptr ? nullptr
+                                                         : dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  if (function == nullptr) {
+    throw std::runtime_error("this torch has no CUDA streams");
+  }
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(function(device, &stream));
+  return stream;
+#endif
+}
+
+// Launches on the tensor's device, on its current stream.
+template <class Args>
+void run(const char* (*launch)(const Args&, void*), const Args& args, const Stable& tensor) {
+  const torch::stable::accelerator::DeviceIndex device = tensor.get_device_index();
+#ifndef DMTP_CUDA_HOST
+  const torch::stable::accelerator::DeviceGuard guard(device);
+#endif
+  const char* error = launch(args, stream_of(device));
+  if (error != nullptr) {
+    throw std::runtime_error(std::string("launch failed: ") + error);
+  }
+}
+
+void draft_pages(const Stable& source, const MaybeStable& pool, const Stable& ctx_len, const MaybeStable& valid_from,
+                 int64_t window, int64_t page_size, int64_t block_slots, bool slots, const Stable& draft_table,
+                 const Stable& draft_len, const Stable& kv_skip) {
+  DraftPages a{};
+  a.source = view(source);
+  a.pool = view(pool);
+  a.ctx_len = view(ctx_len);
+  a.valid_from = view(valid_from);
+  a.window = window;
+  a.page_size = page_size;
+  a.block_slots = block_slots;
+  a.slots = slots;
+  a.draft_table = view(draft_table);
+  a.draft_len = view(draft_len);
+  a.kv_skip = view(kv_skip);
+  run(cuda::draft_pages, a, source);
+}
+
+void advance_round(const Stables& state, const Stables& tables, const Whole& page_sizes, const MaybeStable& grants,
+                   int64_t mask_id, int64_t first_page, const Stables& outputs) {
+  Advance a{};
+  Tensor* const moved[] = {&a.length, &a.anchor, &a.budget, &a.finished, &a.commit_len, &a.bonus, &a.ended};
+  for (size_t i = 0; i < std::size(moved); ++i) {
+    *moved[i] = view(state.at(i));
+  }
+  a.num_tables = static_cast<int64_t>(tables.size());
+  for (size_t t = 0; t < tables.size(); ++t) {
+    a.tables[t] = view(tables[t]);
+    a.page_sizes[t] = page_sizes.at(t);
+  }
+  a.grants = view(grants);
+  a.mask_id = mask_id;
+  a.first_page = first_page;
+  Tensor* const written[] = {&a.positions, &a.token_positions, &a.context_len, &a.history_len,
+                             &a.slots,     &a.previous_slots,  &a.block_ids,   &a.error};
+  for (size_t i = 0; i < std::size(written); ++i) {
+    *written[i] = view(outputs.at(i));
+  }
+  run(cuda::advance, a, state.at(0));
+}
+
+// The limits of a round, and the first five outputs of every rule.
+Emission emission_of(const Stable& stop_ids, const Stable& budget, const Stable& accept_len, const Stable& commit_len,
+                     const Stable& bonus, const Stable& out_tokens, const Stable& finished) {
+  Emission e{};
+  e.stop_ids = view(stop_ids);
+  if (stop_ids.dim() == 1) {
+    e.stop_ids.size[1] = e.stop_ids.size[0];
+    e.stop_ids.stride[1] = e.stop_ids.stride[0];
+    e.stop_ids.stride[0] = 0;
+  }
+  e.budget = view(budget);
+  e.accept_len = view(accept_len);
+  e.commit_len = view(commit_len);
+  e.bonus = view(bonus);
+  e.out_tokens = view(out_tokens);
+  e.finished = view(finished);
+  return e;
+}
+
+void accept_prefix(const Stable& candidates, const Stable& target, const Stable& stop_ids, const Stable& budget,
+                   const MaybeStable& num_candidates, const Stable& accept_len, const Stable& commit_len,
+                   const Stable& bonus, const Stable& out_tokens, const Stable& finished) {
+  AcceptPrefix a{};
+  a.candidates = view(candidates);
+  a.target = view(target);
+  a.num_candidates = view(num_candidates);
+  a.emission = emission_of(stop_ids, budget, accept_len, commit_len, bonus, out_tokens, finished);
+  run(cuda::accept_prefix, a, candidates);
+}
+
+// K and V of all layers of all caches. Indices are -1 where a layer has none; the first `rotated` are rotated. False,
+// with nothing written, where there is no kernel for the call.
+bool commit(const Stables& rows, const Stables& caches, const Whole& owners, const Stables& scales,
+            const Whole& scale_of, const Stables& norms, const Whole& norm_of, int64_t rotated, const Stable& valid,
+            const Stables& dst, const Whole& first_slot, const MaybeStable& pending_slot,
+            const MaybeStable& promote_dst, const MaybeStable& scratch_dst, const MaybeStable& hidden,
+            const MaybeStable& next_hidden, const MaybeStable& lengths, const MaybeStable& live, double norm_eps,
+            double norm_offset, const MaybeStable& cos_sin, const MaybeStable& positions, const Stable& error) {
+  const auto picked = [](const Stables& list, int64_t i) { return i < 0 ? Tensor{} : view(list.at(i)); };
+  std::vector<CommitLayer> layers;
+  std::vector<CommitCache> own(dst.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    layers.push_back({view(rows[i]), view(caches.at(i)), picked(scales, scale_of.at(i)), picked(norms, norm_of.at(i)),
+                      static_cast<int64_t>(i) < rotated, owners.at(i)});
+    const bool paged = caches[i].dim() == 4;
+    CommitCache& cache = own.at(owners[i]);
+    cache.num_slots = caches[i].size(0) * (paged ? caches[i].size(1) : 1);
+    cache.page_size = paged ? caches[i].size(1) : 0;
+  }
+  for (size_t c = 0; c < own.size(); ++c) {
+    own[c].dst = view(dst[c]);
+    own[c].first_slot = first_slot.at(c);
+  }
+  own.back().pending_slot = view(pending_slot);
+  own.back().promote_dst = view(promote_dst);
+  own.back().scratch_dst = view(scratch_dst);
+  CommitKV a{};
+  a.layers = layers.data();
+  a.count = static_cast<int64_t>(layers.size());
+  a.caches = own.data();
+  a.cache_count = static_cast<int64_t>(own.size());
+  a.valid = view(valid);
+  a.hidden = view(hidden);
+  a.next_hidden = view(next_hidden);
+  a.lengths = view(lengths);
+  a.live = view(live);
+  a.cos_sin = view(cos_sin);
+  a.positions = view(positions);
+  a.norm_eps = norm_eps;
+  a.norm_offset = norm_offset;
+  a.error = view(error);
+  if (!cuda::commit_takes(a)) {
+    return false;
+  }
+  run(cuda::commit_kv, a, valid);
+  return true;
+}
+
+}  // namespace
+}  // namespace dmtp
+
+STABLE_TORCH_LIBRARY(DMTP_CUDA_LIBRARY, m) {
+  m.def(
+      "draft_pages(Tensor source, Tensor? pool, Tensor ctx_len, Tensor? valid_from, int window, int page_size, "
+      "int block_slots, bool slots, Tensor(a!) draft_table, Tensor(b!) draft_len, Tensor(c!) kv_skip) -> ()");
+  m.def(
+      "advance_round(Tensor(a!)[] state, Tensor(b!)[] tables, int[] page_sizes, Tensor(c!)? grants, int mask_id, "
+      "int first_page, Tensor(d!)[] outputs) -> ()");
+  m.def(
+      "accept_prefix(Tensor candidates, Tensor target, Tensor stop_ids, Tensor budget, Tensor? num_candidates, "
+      "Tensor(a!) accept_len, Tensor(b!) commit_len, Tensor(c!) bonus, Tensor(d!) out_tokens, Tensor(e!) finished) "
+      "-> ()");
+  m.def(
+      "commit(Tensor[] rows, Tensor(a!)[] caches, int[] owners, Tensor[] scales, int[] scale_of, Tensor[] norms, "
+      "int[] norm_of, int rotated, Tensor valid, Tensor[] dst, int[] first_slot, Tensor? pending_slot, "
+      "Tensor? promote_dst, Tensor? scratch_dst, Tensor? hidden, Tensor(b!)? next_hidden, Tensor(c!)? lengths, "
+      "Tensor? live, float norm_eps, float norm_offset, Tensor? cos_sin, Tensor? positions, Tensor(d!) error) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(DMTP_CUDA_LIBRARY, DMTP_CUDA_KEY, m) {
+  m.impl("draft_pages", TORCH_BOX(&dmtp::draft_pages));
+  m.impl("advance_round", TORCH_BOX(&dmtp::advance_round));
+  m.impl("accept_prefix", TORCH_BOX(&dmtp::accept_prefix));
+  m.impl("commit", TORCH_BOX(&dmtp::commit));
+}

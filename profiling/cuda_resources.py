@@ -1,0 +1,104 @@
+"""Registers, spills and shared memory of the kernels of csrc/cuda: `python -m profiling.cuda_resources`.
+
+Each source is compiled by nvcc as CMakeLists.txt has it compiled, to a cubin: no GPU and no driver are needed. "load
+bits" is the widest global load of a kernel, since one struct carries all of its pointers.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from profiling import machine_code
+from profiling.command import Parser, command
+from profiling.resources import SHARED_LIMIT, Usage, architectures, report
+
+CSRC = Path(__file__).parents[1] / "csrc"
+FLAGS = ("-O3", "-std=c++17", "--fmad=false", f"-I{CSRC}", f"-I{CSRC / 'include'}")
+FEATURES = {80: "80", 90: "90a", 100: "100a"}
+"""What code is generated for."""
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def sources() -> list[Path]:
+    """The files that have kernels."""
+    return sorted((CSRC / "cuda").glob("*.cu"))
+
+
+def usages(source: Path, arch: int, nvcc: str = "nvcc") -> list[Usage]:
+    """What every kernel of a source uses on one architecture.
+
+    Raises:
+        RuntimeError: nvcc refuses the source; its words are the message.
+    """
+    target = FEATURES[arch]
+    with tempfile.TemporaryDirectory() as folder:
+        keep = "--keep", f"--keep-dir={folder}", "-o", str(Path(folder) / "kernels.cubin")
+        done = subprocess.run(
+            [
+                nvcc,
+                *FLAGS,
+                f"-gencode=arch=compute_{target},code=sm_{target}",
+                "-cubin",
+                "-Xptxas=-v",
+                *keep,
+                str(source),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"nvcc does not compile {source.name}, sm_{target}:\n{done.stderr}")
+        ptx = (Path(folder) / f"{source.stem}.ptx").read_text()
+    return list(_read(done.stdout + done.stderr, ptx, arch))
+
+
+def _read(log: str, ptx: str, arch: int) -> Iterator[Usage]:
+    bodies = {body[: body.index("(")]: body for body in re.split(r"\.entry ", ptx)[1:]}
+    for part in re.split(r"(?=Compiling entry function)", log)[1:]:
+        entry = _ENTRY.match(part)
+        assert entry is not None
+        registers, spills = machine_code.ptxas_usage(part)
+        shared = _SHARED.search(part)
+        loads = machine_code.global_loads(bodies[entry[1]])
+        widest = max((load.bits for load in loads), default=None)
+        yield Usage(_plain(entry[1]), "cuda", arch, registers, spills, int(shared[1]) if shared else 0, widest, {})
+
+
+def _plain(name: str) -> str:
+    """A mangled kernel's name with its template arguments, without namespaces and parameters."""
+    if shutil.which("c++filt"):
+        name = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
+    found = re.search(r"\w+_kernel(<.*?>(?=\())?", name.replace("(anonymous namespace)::", ""))
+    return found[0] if found else name
+
+
+@command("profiling.cuda_resources")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 1 when a kernel has a fault or does not compile, 2 when there is no nvcc."""
+    parser = Parser(prog="python -m profiling.cuda_resources", description=__doc__.partition("\n")[0])
+    parser.add_argument("--arch", default=",".join(map(str, SHARED_LIMIT)), help="default %(default)s")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    options = parser.parse_args(arguments)
+    wanted = architectures(options.arch)
+    if shutil.which("nvcc") is None:
+        parser.error("no nvcc on PATH")
+    results: list[Usage | str] = []
+    for source in sources():
+        for arch in wanted:
+            try:
+                results += usages(source, arch)
+            except RuntimeError as error:
+                results.append(str(error))
+    return report(results, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
