@@ -1,8 +1,8 @@
-# make setup | demo | test | test-peer | lint | format | bench | clean
+# make setup | demo | test | test-peer | test-engines | lint | format | ablation | bench | clean
 #   SYSTEM=1 PYTHON=python3   use an interpreter that already has torch: no .venv, nothing installed, compiled in place
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-peer test-engines lint format bench clean
+.PHONY: help setup demo test test-peer test-engines lint format ablation bench clean
 .DELETE_ON_ERROR:
 
 usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
@@ -45,6 +45,7 @@ help:
 	@echo "make test-engines  the adapters against vLLM and SGLang (another 3 GB, in .venv-engines and .engines-sglang)"
 	@echo "make lint     ruff, mypy, clang-format, changing nothing"
 	@echo "make format   rewrite the sources as ruff and clang-format want them"
+	@echo "make ablation every method trained and compared, two seeds (an hour and a half on two busy cores)"
 	@echo "make bench    pytest-benchmark over tests/bench"
 	@echo "make clean    remove build outputs and caches (.venv stays)"
 	@echo "SYSTEM=1 PYTHON=python3 in front of any: use that interpreter, install nothing, compile in place"
@@ -133,9 +134,14 @@ format: $(SETUP)
 	$(PY) -m ruff format .
 	@set -e; for f in $(CXX_SOURCES); do $(BIN)clang-format -i $$f; done
 
+# every method from both starts on two seeds, and the page of what they reach
+ablation: $(SETUP)
+	$(DMTP) train --all --out runs/ablation
+	$(DMTP) compare --all --runs runs/ablation --out profiling/ablation
+
 bench: $(SETUP)
 	$(PY) -m pytest tests/bench --benchmark-only
 
 clean:
-	rm -rf build dist dmtp_kernels/_C.*.so dmtp_kernels/_build.py .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
+	rm -rf build dist dmtp_kernels/_C.*.so dmtp_kernels/_cuda.so dmtp_kernels/_build.py .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis
 	find dmtp_kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
