@@ -146,6 +146,24 @@ def no_stop(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
     return ids
 
 
+def test_preempted_and_aborted_requests(drafts: Any) -> None:
+    """Fewer pages than needed: some start over; one is aborted in flight. Each cache goes with its request."""
+    model = random_model(*FAMILIES["llama"])
+    generator = hf.DMTPGenerator(model, drafts, "dmtp", max_batch=4, max_tokens=64, num_pages=36, page_size=4)
+    engine, ids = generator.engine, torch.randint(VOCAB, (5, 6), generator=torch.Generator().manual_seed(4))
+    requests = [engine.submit(Request(tuple(row), 50)) for row in ids.tolist()]
+    for _ in range(4):
+        engine.step()
+    engine.abort(requests[0])
+    while engine.busy:
+        engine.step()
+    assert engine.preemptions > 0 and len(engine._caches) == 0
+    want = greedy(model, ids, 50)[:, 6:].tolist()
+    for request, text in zip(requests, want, strict=True):
+        found = engine.completions[request]
+        assert found.tokens == (text[: len(found.tokens)] if request == requests[0] else text)
+
+
 @pytest.mark.parametrize("verification", ["target", "block"])
 def test_law_of_sampled_text(verification: str) -> None:
     """Three tokens at temperature 1.3: a first one of the prefill and two of one or two rounds."""
