@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dmtp_kernels.decode.dense import causal_mask, dense_attend, target_forward
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.decode.stack import op_fusion
@@ -127,6 +128,15 @@ class Rounds:
         return torch.cat([ids[:, :2], drafted], dim=1)
 
 
+def last_mtp_state(trio: Checkpoint, ids: list[int]) -> torch.Tensor:
+    """What MTP says after a whole text, without caches."""
+    hidden = target_forward(trio, torch.tensor(ids[:-1])).hidden
+    assert trio.mtp is not None
+    embeds, positions = trio.target.embed_tokens(torch.tensor(ids[1:])), torch.arange(len(hidden))
+    state: torch.Tensor = trio.mtp(embeds, hidden, positions, dense_attend(causal_mask(len(hidden))))[-1]
+    return state
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rounds_equal_the_loop(page_size: int) -> None:
     trio = load_checkpoint(drafters=["dmtp"])
@@ -155,5 +165,7 @@ def test_rounds_equal_the_loop(page_size: int) -> None:
     assert tokens == [row.tokens for row in wanted]
     assert histograms == [row.histogram for row in wanted]
     assert sum(k * n for row in histograms for k, n in enumerate(row)) > NEW
+    for i, text in enumerate(texts):
+        assert torch.allclose(rounds.draft.hidden[1 + i], last_mtp_state(trio, text + tokens[i]), atol=1e-4)
     # what padded rows computed went nowhere
     assert not rounds.target.k[:, 0].any() and not rounds.draft.k[:, 0].any() and not rounds.draft.hidden[0].any()

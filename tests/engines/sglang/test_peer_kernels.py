@@ -187,7 +187,7 @@ def test_commit() -> None:
         generator = torch.Generator().manual_seed(case)
         rows = torch.randn(2, layers, bs * BLOCK, heads * dim, generator=generator).to(dtype)
         caches = torch.randn(2, layers, batch.num_slots, heads, dim, generator=generator).to(dtype)
-        wanted = caches.clone()
+        wanted, dummy = caches.clone(), caches[:, :, 0].clone()
         slots = tensors.block_slots(batch.prefix_lens, batch.req_pool_indices, batch.req_to_token, BLOCK)
         commits = torch.tensor([draw.randint(0, BLOCK) if live else BLOCK for live in batch.live], dtype=torch.int32)
         for layer in range(layers):
@@ -206,7 +206,7 @@ def test_commit() -> None:
             error = tensors.commit(list(rows[0]), list(rows[1]), list(caches[0]), list(caches[1]), slots, commits)
         assert not error.any(), case
         # slot 0 is the dummy, which we leave alone and nobody reads
-        assert torch.equal(caches[:, :, 1:], wanted[:, :, 1:]), case
+        assert torch.equal(caches[:, :, 1:], wanted[:, :, 1:]) and torch.equal(caches[:, :, 0], dummy), case
 
 
 def test_tokens_of_the_head() -> None:
