@@ -21,6 +21,8 @@ from tests.engines.vllm.harness import (
     start,
 )
 
+from dmtp_kernels.engines.vllm.model import DMTPDraft  # isort: skip (after the check that vLLM is there)
+
 COUNT = 40
 PROMPTS = 32
 
@@ -87,6 +89,24 @@ def test_prompts_longer_than_the_window_and_chunked(
     again = run(llm, long_prompts(), sampling(COUNT))
     assert again.tokens == ours.tokens
     assert (again.rounds, again.accepted) == pytest.approx((2 * ours.rounds, 2 * ours.accepted), rel=0.01)
+
+
+def test_mtp_reads_the_token_after_each_row(
+    places: tuple[Path, dict[str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a chunk ends inside the prompt it is the prompt's next one."""
+    prompt = long_prompts()[0]
+    read: dict[int, int] = {}
+    original = DMTPDraft.run_mtp
+
+    def spy(self: DMTPDraft, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        read.update(zip(positions.tolist(), ids.tolist(), strict=True))
+        return original(self, ids, hidden, positions)
+
+    monkeypatch.setattr(DMTPDraft, "run_mtp", spy)
+    spec = {"method": "dmtp", "model": str(places[1]["dmtp"])}
+    found = run(start(places[0], spec, max_num_batched_tokens=97), [prompt], sampling(1))
+    assert [read[i] for i in range(len(prompt))] == prompt[1:] + found.tokens[0]
 
 
 def test_requests_aborted_in_flight_leave_the_others_alone(
