@@ -91,7 +91,7 @@ COMPILED_FROM := CMakeLists.txt pyproject.toml $(shell find csrc python -type f)
 
 .venv-engines/.installed: .venv-engines/.vllm $(COMPILED_FROM)
 	PATH="$(CURDIR)/.venv-engines/bin:$(CURDIR)/.venv/bin:$$PATH" $(VLLM_PY) -m pip install --no-deps --no-build-isolation \
-		--config-settings=build-dir=build/engines -e .
+		--config-settings=build-dir=build/engines --config-settings=cmake.define.DMTP_CUDA=OFF -e .
 	@touch $@
 
 WHICH := import numpy, rich, safetensors, sys, torch, typer; print(sys.executable, f"{sys.implementation.cache_tag}-{torch.__version__}")
