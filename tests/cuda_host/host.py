@@ -108,8 +108,8 @@ def without(barrier: str) -> Iterator[None]:
 
 
 @contextmanager
-def emulated(*ops: str) -> Iterator[None]:
-    """The `cuda` backend of `ops` takes CPU tensors, on fibers."""
+def accepted(*ops: str) -> Iterator[None]:
+    """The `cuda` backend of `ops` takes CPU tensors, on fibers, where it is asked for."""
     library()
     usual = backends.unavailable
 
@@ -121,5 +121,11 @@ def emulated(*ops: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "unavailable", unavailable)
         patch.setattr(backends, "_cuda", torch.ops.dmtp_cuda_host)
-        with use_backend("cuda", *ops):
-            yield
+        yield
+
+
+@contextmanager
+def emulated(*ops: str) -> Iterator[None]:
+    """As `accepted`, and it is what `ops` run."""
+    with accepted(*ops), use_backend("cuda", *ops):
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -11,20 +12,31 @@ import torch
 from dmtp_kernels import backends, use_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_FIBERS = os.environ.get("DMTP_CUDA_HOST") == "1"  # tests/cuda_host/test_cuda_host_suite.py sets it
 
 
 def kernel_backends(*ops: str, every_capability: bool = False) -> list[str]:
-    """Backends that run all of `ops` on CPU tensors here: triton alone when kernels are interpreted.
+    """Backends that run all of `ops` on CPU tensors here: triton alone when kernels are interpreted, cuda on fibers.
 
     With `every_capability` the compiled kernels count once per instruction set, as `cpu-avx2`.
     """
-    wanted = ("triton",) if INTERPRETED else ("reference", "cpu")
+    wanted = ("triton",) if INTERPRETED else ("cuda",) if ON_FIBERS else ("reference", "cpu")
     cpu = torch.device("cpu")
     found = [b for b in wanted if all(backends.unavailable(op, b, cpu) is None for op in ops)]
     if every_capability and "cpu" in found:
         found.remove("cpu")
         found += [f"cpu-{name}" for name in backends.compiled().capabilities()]
     return found
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if ON_FIBERS:
+        from tests.cuda_host import host
+        from tests.cuda_host.cases import cuda_ops
+
+        stack = ExitStack()
+        stack.enter_context(host.accepted(*cuda_ops()))
+        config.add_cleanup(stack.close)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
