@@ -10,9 +10,9 @@ from dmtp_kernels.decode.evaluate import add_to_record, compare
 from dmtp_kernels.models.checkpoint import load_checkpoint
 from dmtp_kernels.models.smollm2 import PROMPTS, SmolLM2, load_smollm2
 
-METHODS = ("autoregressive", "mtp3", "dflash", "dmtp")
+METHODS = ("mtp3", "dflash", "dmtp")
 TEMPERATURES = (0.0, 0.6, 1.0)
-NEW_TOKENS = 48
+NEW_TOKENS = 24
 
 
 def measure(
@@ -42,7 +42,7 @@ def measure(
             batch=len(chats),
             stop_ids=(smol.end,),
             check=True,
-            agreement=temperature == 0,
+            agreement=False,
         )
         # what this machine did beside them is no figure of the methods
         for row in result["methods"].values():

@@ -70,7 +70,7 @@ class Budget:
 
 
 BUDGETS = {
-    "full": Budget(files=5, mtp_steps=400, drafter_steps=260, finetune_steps=110),
+    "full": Budget(files=5, mtp_steps=400, drafter_steps=400, finetune_steps=180),
     "smoke": Budget(1, 2, 2, 2, rows=4, length=48, windows=2, anchors=3, common=64, negatives=64, save_every=1),
 }
 
