@@ -43,7 +43,8 @@ def test_reasons_tell_missing_from_blocked(monkeypatch: pytest.MonkeyPatch) -> N
     assert why_not["cuda"] == "cuda kernels need CUDA tensors, got cpu"
     assert why_not["triton"].startswith("triton")
     assert found["backends"]["cuda"]["cpu"] == {"ops": 0, "why_not": "cuda kernels need CUDA tensors, got cpu"}
-    assert f"has no cpu implementation; not cuda: {why_not['cuda']}" in doctor.render(found)
+    said = f"has no cpu implementation; not triton: {why_not['triton']}; not cuda: {why_not['cuda']}"
+    assert said in doctor.render(found)
 
 
 def test_forced_backend_that_cannot_run_is_said_not_raised() -> None:
