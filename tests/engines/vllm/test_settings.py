@@ -14,7 +14,6 @@ pytest.importorskip("vllm", reason="vllm is not installed (make test-engines)")
 
 import vllm
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.sample import rejection_sampler
 
 from dmtp_kernels.engines.vllm import plugin, repairs, settings
 from dmtp_kernels.engines.vllm.switches import Switches
@@ -128,14 +127,6 @@ def test_expanded_settings_are_those_of_each_token(values: list[float]) -> None:
     x, counts = torch.tensor(values), torch.tensor([2, 3, 7], dtype=torch.int32)
     wanted = torch.repeat_interleave(torch.where(x == 0, 1, x).to(x.dtype), torch.tensor([2, 1, 4]))
     assert torch.equal(repairs.expand_batch_to_tokens(x, counts, 7, 0, 1), wanted)
-
-
-def test_the_repair_takes_effect_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = rejection_sampler.expand_batch_to_tokens
-    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", theirs)
-    repairs.repair_sampling(torch.device("cpu"))
-    x, counts = torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32)
-    assert rejection_sampler.expand_batch_to_tokens(x, counts, 3).tolist() == [0.5, 2.0, 2.0]
 
 
 def test_vllm_finds_the_plugin() -> None:
