@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from dmtp_kernels.models.smollm2 import load_smollm2
 from dmtp_kernels.ops.lm_head import HeadReport, LMHead, lm_head_report, pack_lm_head
 from dmtp_kernels.ops.lm_head.formats import FORMATS
-from dmtp_kernels.models.smollm2 import load_smollm2
 from profiling.command import Parser, command
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
