@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -19,29 +19,11 @@ from dmtp_kernels.models.target import Target
 from dmtp_kernels.training.budget import Budget
 from dmtp_kernels.training.data import Corpus, batch, seeded
 from dmtp_kernels.training.losses import block_loss, frozen_forward, sample_anchors, target_and_mtp
+from dmtp_kernels.training.runner import Losses, Stage
 
 MTP_LOSS_WEIGHT = 0.2
 DRAFTED = {name: METHODS[name] for name in SHIPPED if METHODS[name].drafter}
 """Methods that the recipe trains unless others are asked for."""
-Losses = Iterator[tuple[str, torch.Tensor]]
-"""Name and loss; the caller runs backward on those that need it before asking for the next."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """`peak` multiplies both learning rates; they fall linearly to `floor` over the last `decay` of the steps."""
-
-    name: str
-    peak: float
-    decay: float
-    floor: float
-
-    def scale(self, step: int, steps: int) -> float:
-        warmup = min(1.0, (step + 1) / 20)
-        left = (steps - step) / (self.decay * steps)
-        return self.peak * warmup * min(1.0, self.floor + (1 - self.floor) * left)
-
-
 STAGES = (
     Stage("target", 1.0, 0.5, 0.0),
     Stage("dflash", 1.0, 0.5, 0.1),

@@ -19,11 +19,12 @@ from dmtp_kernels.models import smollm2 as package
 from dmtp_kernels.models.checkpoint import CheckpointError, load_checkpoint, quantize_rows
 from dmtp_kernels.models.smollm2 import PROMPTS, SmolLM2
 from dmtp_kernels.training.data import Corpus, standard_library
+from dmtp_kernels.training.runner import TrainingError
 from dmtp_kernels.training.smollm2 import __main__ as command
 from dmtp_kernels.training.smollm2 import losses, recipe
 from dmtp_kernels.training.smollm2.data import Batch, Collection, DataError
 from dmtp_kernels.training.smollm2.prompts import FIELDS, make_prompts
-from dmtp_kernels.training.smollm2.recipe import BUDGETS, RecipeError, train
+from dmtp_kernels.training.smollm2.recipe import BUDGETS, train
 from tests.smollm2_cases import smollm2
 
 BUDGET = BUDGETS["smoke"]
@@ -137,9 +138,9 @@ def test_rollouts_are_a_function_of_the_seed(finished: Path, tmp_path: Path) -> 
 def test_another_run_s_files_are_refused(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="another seed"):
         train(finished.parent, seed=1, budget=BUDGET, log=quiet)
-    with pytest.raises(RecipeError, match="another seed"):
+    with pytest.raises(TrainingError, match="another seed"):
         train(finished.parent, budget=replace(BUDGET, mtp_steps=3), log=quiet)
-    for name, kind in (("rollouts-000.safetensors", DataError), ("state.pt", RecipeError)):
+    for name, kind in (("rollouts-000.safetensors", DataError), ("state.pt", TrainingError)):
         place = tmp_path / name
         shutil.copytree(finished.parent, place)
         whole = (place / name).read_bytes()

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from dmtp_kernels.models.checkpoint import CheckpointError
+from dmtp_kernels.training.runner import TrainingError
 from dmtp_kernels.training.smollm2.data import DataError
 from dmtp_kernels.training.smollm2.measure import measure
-from dmtp_kernels.training.smollm2.recipe import BUDGETS, RecipeError, train
+from dmtp_kernels.training.smollm2.recipe import BUDGETS, train
 
 
 def main(
@@ -28,7 +29,7 @@ def main(
         path = train(out, seed=seed, budget=budget, resume=resume, log=lambda line: print(line, flush=True))
         if measured:
             measure(path, log=lambda line: print(line, flush=True))
-    except (RecipeError, DataError, CheckpointError, ImportError) as error:
+    except (TrainingError, DataError, CheckpointError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print(path)

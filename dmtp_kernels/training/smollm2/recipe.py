@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import math
 import os
-import pickle
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +13,7 @@ import torch
 from torch import nn
 
 from dmtp_kernels.decode.method import METHODS
-from dmtp_kernels.models.checkpoint import Checkpoint, save_checkpoint, write_atomically
+from dmtp_kernels.models.checkpoint import Checkpoint, save_checkpoint
 from dmtp_kernels.models.config import DrafterConfig, MTPConfig, TargetConfig
 from dmtp_kernels.models.drafter import Drafter
 from dmtp_kernels.models.fusion import FusionModule
@@ -26,13 +22,12 @@ from dmtp_kernels.models.smollm2 import load_smollm2
 from dmtp_kernels.models.target import Target
 from dmtp_kernels.training.data import seeded, standard_library
 from dmtp_kernels.training.losses import BLOCK
-from dmtp_kernels.training.optim import Optimizer
+from dmtp_kernels.training.runner import Losses, Runner, Stage, TrainingError
 from dmtp_kernels.training.smollm2.data import LAYERS, Collection, collect
 from dmtp_kernels.training.smollm2.losses import block_loss, draw_anchors, frozen, mtp_loss, step_shortlist
-from dmtp_kernels.training.stages import Stage
 
 STAGES = (Stage("mtp", 1.0, 0.5, 0.0), Stage("dflash", 1.0, 0.5, 0.1), Stage("methods", 0.5, 1.0, 0.0))
-METHOD_NAMES = ("dflash", "dmtp")
+FILE = "smollm2.safetensors"
 MASK_TOKEN = 16
 """`<empty_output>`, which no chat contains."""
 THREADS = 1
@@ -40,11 +35,6 @@ THREADS = 1
 START_OF_NORM = 0.15
 """Of the target's final norm, which the head expects: first losses near uniform, the right channels from the start."""
 ADAM_LR = 5e-3
-CURVE_POINTS = 23
-
-
-class RecipeError(RuntimeError):
-    """Training cannot go on; the message is one line. The last saved state is intact."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +88,13 @@ def train(
     """Train and return the path of `smollm2.safetensors`, with `smollm2.json` beside it.
 
     `out_dir` keeps the rollouts and `state.pt`, from which a killed run continues to the same bits when `resume`. The
-    same seed, interpreter, torch build and processor give the same weights. Raises RecipeError or DataError when the
+    same seed, interpreter, torch build and processor give the same weights. Raises TrainingError or DataError when the
     directory cannot be used, ImportError when the model's packages are missing.
     """
     if isinstance(budget, str) and budget not in BUDGETS:
-        raise RecipeError(f"training: budget is {budget!r}, must be one of {', '.join(BUDGETS)}")
+        raise TrainingError(f"training: budget is {budget!r}, must be one of {', '.join(BUDGETS)}")
     if not 0 <= seed < 2**31:
-        raise RecipeError(f"training: seed is {seed}, must be between 0 and {2**31 - 1}")
+        raise TrainingError(f"training: seed is {seed}, must be between 0 and {2**31 - 1}")
     plan = BUDGETS[budget] if isinstance(budget, str) else budget
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
@@ -112,14 +102,16 @@ def train(
         with torch.random.fork_rng(devices=[]):
             return _Run(Path(out_dir), seed, plan, log).run(resume)
     except OSError as error:
-        raise RecipeError(f"training: cannot write {error.filename or out_dir}: {error.strerror or error}") from error
+        raise TrainingError(f"training: cannot write {error.filename or out_dir}: {error.strerror or error}") from error
     finally:
         torch.set_num_threads(threads)
 
 
-class _Run:
+class _Run(Runner):
+    adam_lr = ADAM_LR
+    curve_points = 23
+
     def __init__(self, out: Path, seed: int, budget: Budget, log: Callable[[str], None]) -> None:
-        self.out, self.seed, self.budget, self.log = out, seed, budget, log
         out.mkdir(parents=True, exist_ok=True)
         smol, corpus = load_smollm2(), standard_library()
         smol.model.bfloat16()
@@ -130,42 +122,28 @@ class _Run:
         self.data = Collection(paths)
         self.vocabulary = self.target.config.vocab_size
         self.common = self.data.shortlist(budget.common, self.vocabulary)
-        self.key = {"seed": seed, "budget": asdict(budget), "data": corpus.digest}
-        self.curves: dict[str, dict[str, list[float]]] = {stage.name: {} for stage in STAGES}
-        self.sums: dict[str, float] = {}
-        self.elapsed = 0.0
+        key = {"seed": seed, "budget": asdict(budget), "data": corpus.digest}
+        super().__init__(out, key, STAGES, budget.steps, budget.save_every, log)
+        self.seed, self.budget = seed, budget
         self.mtp: MTP | None = None
         self.drafters: dict[str, Drafter] = {}
         self.fusions: dict[str, FusionModule] = {}
 
     def run(self, resume: bool) -> Path:
-        saved = self._load() if resume else None
-        first, begun = (saved["stage"], saved["step"]) if saved else (0, 0)
-        if saved:
-            self.curves, self.sums, self.elapsed = saved["curves"], saved["sums"], saved["elapsed"]
-            self.log(f"resuming in stage {STAGES[first].name} at step {begun}")
-        for index in range(len(STAGES)):
-            torch.manual_seed(self.seed + index)
-            modules = self._enter(index)
-            if index < first:
-                continue
-            if saved and index == first:
-                for prefix, module in self._modules().items():
-                    module.load_state_dict(saved["weights"][prefix])
-            optimizer = Optimizer(modules, adam_lr=ADAM_LR)
-            if saved and index == first:
-                optimizer.restore(saved["optimizer"])
-            self._stage(index, optimizer, begun if index == first else 0)
-        return self._export()
+        self.run_stages(self.seed, resume)
+        return self.out / FILE
 
-    def _modules(self) -> dict[str, nn.Module]:
+    def leave(self, stage: int) -> None:
+        if stage == len(STAGES) - 1:
+            self._export()
+
+    def modules(self) -> dict[str, nn.Module]:
         return {name: module for name, module in self._checkpoint().modules().items() if name != "target"}
 
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint(self.target, self.mtp, self.drafters, self.fusions)
 
-    def _enter(self, stage: int) -> dict[str, nn.Module]:
-        """Build what a stage adds, from what the one before left, and return what it trains."""
+    def enter(self, stage: int) -> dict[str, nn.Module]:
         config = self.target.config
         if stage == 0:
             self.mtp = _started(MTP(MTPConfig(config.layer)), self.target)
@@ -179,9 +157,9 @@ class _Run:
             self.drafters["dmtp"] = drafter
             fusion = FusionModule("residual", config.layer.hidden_size, config.layer.rms_norm_eps)
             self.fusions["dmtp"] = fusion.bfloat16()
-        return {name: module for name, module in self._modules().items() if stage == 0 or name != "mtp"}
+        return {name: module for name, module in self.modules().items() if stage == 0 or name != "mtp"}
 
-    def _losses(self, stage: int, step: int) -> dict[str, Callable[[], torch.Tensor]]:
+    def losses(self, stage: int, step: int) -> Losses:
         key = (self.seed, stage, step)
         batch = self.data.batch(self.budget.windows, *key)
         listed = step_shortlist(
@@ -189,68 +167,15 @@ class _Run:
         )
         assert self.mtp is not None
         if stage == 0:
-            mtp = self.mtp
-            return {"mtp": lambda: mtp_loss(self.target, mtp, batch, listed)}
+            yield "mtp", mtp_loss(self.target, self.mtp, batch, listed)
+            return
         seen = frozen(self.target, self.mtp if stage == 2 else None, batch)
         anchors = draw_anchors(batch, self.budget.anchors, seeded(*key, 2))
+        for name, drafter in self.drafters.items():
+            fusion = self.fusions.get(name)
+            yield name, block_loss(METHODS[name], drafter, fusion, self.target, batch, seen, anchors, listed)
 
-        def loss(name: str) -> torch.Tensor:
-            drafter, fusion = self.drafters[name], self.fusions.get(name)
-            return block_loss(METHODS[name], drafter, fusion, self.target, batch, seen, anchors, listed)
-
-        return {name: lambda name=name: loss(name) for name in self.drafters}  # type: ignore[misc]
-
-    def _stage(self, index: int, optimizer: Optimizer, begun: int) -> None:
-        stage, steps = STAGES[index], self.budget.steps[index]
-        every = max(1, steps // CURVE_POINTS)
-        curves, before, started = self.curves[stage.name], self.elapsed, time.perf_counter()
-        for step in range(begun, steps):
-            for name, compute in self._losses(index, step).items():
-                loss = compute()
-                loss.backward()
-                self.sums[name] = self.sums.get(name, 0.0) + loss.item()
-            if not all(map(math.isfinite, self.sums.values())):
-                raise RecipeError(f"training: the loss of stage {stage.name} is not finite at step {step}")
-            optimizer.step(stage.scale(step, steps))
-            self.elapsed = before + time.perf_counter() - started
-            if (step + 1) % every == 0:
-                for name, total in self.sums.items():
-                    curves.setdefault(name, []).append(round(total / every, 4))
-                self.sums = {}
-                line = " ".join(f"{name} {values[-1]:.3f}" for name, values in curves.items())
-                self.log(f"{stage.name} {step + 1}/{steps} {self.elapsed:.0f} s {line}")
-            if (step + 1) % self.budget.save_every == 0 or step + 1 == steps:
-                self._save(index, step + 1, optimizer)
-        self.sums = {}
-
-    def _save(self, stage: int, step: int, optimizer: Optimizer) -> None:
-        state = {
-            "key": self.key,
-            "stage": stage,
-            "step": step,
-            "weights": {prefix: module.state_dict() for prefix, module in self._modules().items()},
-            "optimizer": optimizer.state(),
-            "curves": self.curves,
-            "sums": self.sums,
-            "elapsed": self.elapsed,
-        }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_atomically(self.out / "state.pt", buffer.getvalue())
-
-    def _load(self) -> dict[str, Any] | None:
-        path = self.out / "state.pt"
-        if not path.is_file():
-            return None
-        try:
-            saved = torch.load(path, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise RecipeError(f"training: {path} cannot be read ({str(error).splitlines()[0]})") from error
-        if saved["key"] != self.key:
-            raise RecipeError(f"training: {path} belongs to another seed, budget or corpus; choose another directory")
-        return saved
-
-    def _export(self) -> Path:
+    def _export(self) -> None:
         checkpoint = self._checkpoint().freeze()
         for drafter in checkpoint.drafters.values():
             # it was trained on features of one size
@@ -269,7 +194,7 @@ class _Run:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": THREADS},
         }
-        return save_checkpoint(self.out / "smollm2.safetensors", checkpoint, with_target=False)
+        save_checkpoint(self.out / FILE, checkpoint, with_target=False)
 
 
 def _started(module: Any, target: Target) -> Any:
