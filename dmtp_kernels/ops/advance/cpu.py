@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,8 @@ def advance_round(
     mask_id: int,
     first_page: int,
     *outputs: torch.Tensor,
+    library: Callable[[], Any] = backends.compiled,
 ) -> None:
     """As `reference.advance_round`."""
     moved = length, anchor, budget, finished, commit_len, bonus, ended
-    backends.compiled().advance_round(moved, page_tables, page_sizes, grants, mask_id, first_page, outputs)
+    library().advance_round(moved, page_tables, page_sizes, grants, mask_id, first_page, outputs)

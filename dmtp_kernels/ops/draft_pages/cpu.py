@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from dmtp_kernels import backends
@@ -18,12 +21,11 @@ def draft_page_table(
     draft_table: torch.Tensor,  # [B, width] out
     draft_len: torch.Tensor,  # [B] out
     kv_skip: torch.Tensor,  # [B] out
+    library: Callable[[], Any] = backends.compiled,
 ) -> None:
     """As `reference.draft_page_table`."""
     outputs = draft_table, draft_len, kv_skip
-    backends.compiled().draft_pages(
-        page_table, None, ctx_len, valid_from, window, page_size, block_slots, False, *outputs
-    )
+    library().draft_pages(page_table, None, ctx_len, valid_from, window, page_size, block_slots, False, *outputs)
 
 
 def draft_page_table_from_slots(
@@ -38,9 +40,10 @@ def draft_page_table_from_slots(
     draft_table: torch.Tensor,  # [B, width] out
     draft_len: torch.Tensor,  # [B] out
     kv_skip: torch.Tensor,  # [B] out
+    library: Callable[[], Any] = backends.compiled,
 ) -> None:
     """As `reference.draft_page_table_from_slots`."""
     outputs = draft_table, draft_len, kv_skip
-    backends.compiled().draft_pages(
+    library().draft_pages(
         req_to_token, req_pool_indices, ctx_len, valid_from, window, page_size, block_slots, True, *outputs
     )

@@ -1,46 +1,11 @@
-"""The temporary page tables on the compiled CUDA kernel."""
+"""The temporary page tables on the compiled CUDA kernel, which is called as the CPU's is."""
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
 from dmtp_kernels import backends
+from dmtp_kernels.ops.draft_pages import cpu
 
-
-def draft_page_table(
-    page_table: torch.Tensor,  # [B, MP]
-    ctx_len: torch.Tensor,  # [B]
-    window: int,
-    page_size: int,
-    block_slots: int,
-    width: int | None,
-    valid_from: torch.Tensor | None,  # [B]
-    draft_table: torch.Tensor,  # [B, width] out
-    draft_len: torch.Tensor,  # [B] out
-    kv_skip: torch.Tensor,  # [B] out
-) -> None:
-    """As `reference.draft_page_table`."""
-    outputs = draft_table, draft_len, kv_skip
-    backends.cuda_library().draft_pages(
-        page_table, None, ctx_len, valid_from, window, page_size, block_slots, False, *outputs
-    )
-
-
-def draft_page_table_from_slots(
-    req_to_token: torch.Tensor,  # [R, max_len]
-    ctx_len: torch.Tensor,  # [B]
-    window: int,
-    page_size: int,
-    req_pool_indices: torch.Tensor | None,  # [B]
-    block_slots: int,
-    width: int | None,
-    valid_from: torch.Tensor | None,  # [B]
-    draft_table: torch.Tensor,  # [B, width] out
-    draft_len: torch.Tensor,  # [B] out
-    kv_skip: torch.Tensor,  # [B] out
-) -> None:
-    """As `reference.draft_page_table_from_slots`."""
-    outputs = draft_table, draft_len, kv_skip
-    backends.cuda_library().draft_pages(
-        req_to_token, req_pool_indices, ctx_len, valid_from, window, page_size, block_slots, True, *outputs
-    )
+draft_page_table = partial(cpu.draft_page_table, library=backends.cuda_library)
+draft_page_table_from_slots = partial(cpu.draft_page_table_from_slots, library=backends.cuda_library)
