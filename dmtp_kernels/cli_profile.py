@@ -33,7 +33,7 @@ from dmtp_kernels.decode.memory import check_fits
 from dmtp_kernels.decode.method import METHODS
 from dmtp_kernels.decode.profile import WARMUP, profile_methods
 from dmtp_kernels.decode.profile_files import check_trace, figure_class, plot_stages, trace_rounds
-from dmtp_kernels.decode.profile_table import beside, overhead_table, own_share
+from dmtp_kernels.decode.profile_table import beside, conditions, overhead_table, own_share
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.decode.stack import MAX_ROWS, get_method
 
@@ -131,5 +131,5 @@ def profile_command(
         return
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(overhead_table(found))
-    for row in results:
-        console.print(own_share(row), highlight=False)
+    for line in (*map(own_share, results), conditions(results[0])):
+        console.print(line, highlight=False)

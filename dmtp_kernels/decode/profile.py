@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import warnings
@@ -155,7 +156,7 @@ def profile_methods(
     Returns:
         For each engine `{"method", "round_ms", "round_quartiles_ms", "scale", "stages": {name: {"label", "ms",
         "share", "models_ms"}}, "added": {name: {"label", "ms"}}, "own_ms", "own_share", "rounds", "warmup", "batch",
-        "timer", "graphs"}`.
+        "timer", "graphs", "threads", "load"}`; `load` is the machine's over a minute, before and after.
         Names are `STAGES`, labels what the source calls them; `added` repeats `added_stages`. `models_ms` is what the
         target, the drafter and the MTP module take inside a stage, attention and the target's logits included; `own_ms`
         is the rest of the round, draft heads and sampling included. They are None where graphs hide the models' calls.
@@ -174,6 +175,7 @@ def profile_methods(
                 # of a stage that the method does not have
                 warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 engine.warmup()
+    load = os.getloadavg()[0]
     clock = _Clock(engines[0].device)
     watch = _Stopwatch(clock, engines[0])
     timed: list[list[_Round]] = [[] for _ in engines]
@@ -203,6 +205,7 @@ def profile_methods(
         )
     about: dict[str, Any] = {"rounds": count - warmup, "warmup": warmup, "batch": len(requests)}
     about |= {"timer": "cuda events" if clock.cuda else "perf_counter", "graphs": graphs}
+    about |= {"threads": torch.get_num_threads(), "load": [round(x, 2) for x in (load, os.getloadavg()[0])]}
     return [
         _summary(engine.method, clock, rows[warmup:count]) | about for engine, rows in zip(engines, timed, strict=True)
     ]

@@ -63,6 +63,12 @@ def own_share(found: dict[str, Any]) -> str:
     )
 
 
+def conditions(found: dict[str, Any]) -> str:
+    """What else the machine did, in words: times of a machine that others use move with it."""
+    before, after = found["load"]
+    return f"torch threads: {found['threads']}; load of the machine before and after: {before:.1f}, {after:.1f}"
+
+
 def _ms(found: dict[str, Any], name: str) -> str:
     method = METHODS.get(found["method"])
     if name == "mtp" and method is not None and not method.uses_mtp:

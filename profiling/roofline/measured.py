@@ -16,6 +16,10 @@ from dmtp_kernels.ops._spec import Spec
 from profiling.bandwidth import best_seconds
 from profiling.table import table
 
+ABOVE = (
+    "* above 100 %: what the op reads was partly in the caches, or memory was slower in the passes that measured the "
+    "bandwidth than in the op's calls; read it as: at the floor."
+)
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192)}
 
 
@@ -166,9 +170,14 @@ def machine_table(found: dict[str, Any]) -> str:
             1e3 * row["floor_ms"],
             1e3 * row["ms"],
             1e3 * row["again_ms"],
-            100 * row["share"],
+            _percent(row["share"]),
         )
         for row in found["ops"]
     ]
     headers = ("op", "case", "backend", "floor bytes", "bound by", "floor us", "us", "us again", "% of floor")
-    return f"{title}\n{table(headers, rows)}"
+    note = f"\n{ABOVE}" if any(row["share"] > 1 for row in found["ops"]) else ""
+    return f"{title}\n{table(headers, rows)}{note}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:7.3f}{'*' if share > 1 else ''}"

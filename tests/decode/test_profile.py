@@ -77,6 +77,7 @@ def test_stages_add_up_to_the_round_and_hold_the_models(graphs: bool) -> None:
     assert all(0 <= row["models_ms"] <= row["ms"] for row in stages.values())
     assert {name for name, row in stages.items() if row["models_ms"] > 0} == {"draft", "verify", "mtp", "commit"}
     assert 0 < found["own_share"] < 1
+    assert found["threads"] == torch.get_num_threads() and len(found["load"]) == 2 and min(found["load"]) >= 0
     low, high = found["round_quartiles_ms"]
     assert low <= found["round_ms"] <= high
 
@@ -220,6 +221,7 @@ def test_command_prints_the_overhead_table() -> None:
     assert len(added) == 2 and added[0][0] == "-" and min(map(float, added[1][:2])) > 0
     result = command("--rounds", "2", "--method", "mtp3", "--against", "none")
     assert "MTP chain" in result.output and "DFlash" not in result.output and "outside the models" in result.output
+    assert "load of the machine before and after" in result.output
 
 
 @pytest.mark.parametrize(

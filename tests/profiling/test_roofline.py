@@ -137,6 +137,9 @@ def test_twice_the_bytes_are_twice_the_floor_in_the_table(monkeypatch: pytest.Mo
     found = {"device": "cpu", "threads": 1, "bf16_tflop_s": 1.0, "fp32_tflop_s": 1.0, "rounds": 1}
     tables = [measured.machine_table({**found, "ops": [r]}) for r in (before, after)]
     assert tables[0] != tables[1] and f"{after['bytes']:,}" in tables[1]
+    above = measured.machine_table({**found, "ops": [before | {"share": 1.04}]})
+    assert measured.ABOVE in above and " 104.000*" in above
+    assert measured.ABOVE not in measured.machine_table({**found, "ops": [before | {"share": 1.0}]})
 
 
 def test_the_fastest_size_is_the_matrix_rate(monkeypatch: pytest.MonkeyPatch) -> None:
