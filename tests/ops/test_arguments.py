@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "k of screen": (lambda: lm_head_screen(W[:1], HEAD, k=None), "k: is None"),  # type: ignore[arg-type]
     "columns": (lambda: lm_head_screen(W[:1], HEAD, 1.5), "capacity: is 1.5"),  # type: ignore[arg-type]
     "k of rescore": (lambda: lm_head_rescore(W[:1], W, ONE[None], ONE, "2"), "k: is '2'"),  # type: ignore[arg-type]
+    "large k of rescore": (lambda: lm_head_rescore(W[:1], W, ONE[None], ONE, 2), "k: is 2, must be between 1 and 1"),
     "offset": (lambda: lm_head_rescore(W[:1], W, ONE[None], ONE, 1, 0.5), "id_offset: is 0.5"),  # type: ignore[arg-type]
     "real rows": (
         lambda: lm_head_rescore(W[:1], W, ONE[None], ONE, num_valid=W),  # type: ignore[arg-type]

@@ -116,7 +116,8 @@ def lm_head_rescore(
         ids: `[n, K]` int32/int64 head ids in any order. Negative ids, ids of other ranks and padding rows are skipped,
             never read. For k > 1 they must be distinct.
         count: `[n]` int32/int64, only the first `count` entries are used (clamped to 0..K).
-        k, logit_dtype: as `lm_head_select`.
+        k: at most K.
+        logit_dtype: as `lm_head_select`.
         id_offset: this rank's first head id.
         num_valid: rows of `weight` that are real (default: all).
 

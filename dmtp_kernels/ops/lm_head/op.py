@@ -67,7 +67,7 @@ def _check_rescore(
     check_tensor("weight", weight, ["V", "H"], FLOAT_DTYPES, sizes, like=like)
     check_tensor("ids", ids, ["n", "K"], INDEX_DTYPES, sizes, like=like)
     check_tensor("count", count, ["n"], INDEX_DTYPES, sizes, like=like)
-    check_range("k", k, 1)
+    check_range("k", k, 1, max(1, sizes["K"]))
     check_range("id_offset", id_offset, 0, 2**31 - 1 - sizes["V"])
     check_range("num_valid", num_valid, 0, sizes["V"])
     check_choice("logit_dtype", logit_dtype, LOGIT_DTYPES)
