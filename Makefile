@@ -113,7 +113,7 @@ INTERPRETED = $(wildcard tests/testing/test_interpreted_*.py tests/profiling/tes
 
 test: $(SETUP)
 	$(TEST_ENV) $(PY) -m pytest tests --ignore=tests/bench --ignore-glob='*/test_interpreted_*.py' $(PARALLEL)
-	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests/ops $(INTERPRETED) -k "lm_head or t1_prep or block_attention or draft_page or advance or accept or sample or commit_kv or commit_round or interpreted" $(PARALLEL)
+	$(TEST_ENV) TRITON_INTERPRET=1 $(PY) -m pytest tests/ops $(INTERPRETED) -k "lm_head or t1_prep or block_attention or draft_page or advance or accept or sample or commit_kv or commit_round or corpus or interpreted" $(PARALLEL)
 
 test-peer: $(PEER)
 	$(TEST_ENV) $(PY) -m pytest tests/models tests/engines/huggingface -k peer $(PARALLEL)
