@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of the kernels of csrc/cuda: `python -m profiling.cuda_resources`.
+"""Registers, spills and shared memory of the kernels of csrc/cuda, for `profiling.resources`.
 
 Each source is compiled by nvcc as CMakeLists.txt has it compiled, to a cubin: no GPU and no driver are needed. "load
 bits" is the widest global load of a kernel, since one struct carries all of its pointers.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from profiling import machine_code
-from profiling.command import Parser, command
-from profiling.resources import SHARED_LIMIT, Usage, architectures, report
+from profiling.usage import Usage
 
 CSRC = Path(__file__).parents[1] / "csrc"
+FOLDER = "csrc/cuda"
+"""What stands for the sources among the modules of Triton's variants."""
 FLAGS = ("-O3", "-std=c++17", "--fmad=false", f"-I{CSRC}", f"-I{CSRC / 'include'}")
 FEATURES = {80: "80", 90: "90a", 100: "100a"}
 """What code is generated for."""
@@ -27,9 +28,13 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
 
-def sources() -> list[Path]:
-    """The files that have kernels."""
-    return sorted((CSRC / "cuda").glob("*.cu"))
+def sources(op_family: str | None = None) -> list[Path]:
+    """The files that have kernels, or those of one op family: named after it, or behind a header that these include."""
+    found = sorted((CSRC / "cuda").glob("*.cu"))
+    if op_family is None:
+        return found
+    texts = [source.read_text() for source in found if source.name.startswith(op_family)]
+    return [s for s in found if s.name.startswith(op_family) or any(f'"cuda/{s.stem}.cuh"' in text for text in texts)]
 
 
 def usages(source: Path, arch: int, nvcc: str = "nvcc") -> list[Usage]:
@@ -53,11 +58,16 @@ def usages(source: Path, arch: int, nvcc: str = "nvcc") -> list[Usage]:
             ],
             capture_output=True,
             text=True,
+            preexec_fn=_interruptible,
         )
         if done.returncode != 0:
             raise RuntimeError(f"nvcc does not compile {source.name}, sm_{target}:\n{done.stderr}")
         ptx = (Path(folder) / f"{source.stem}.ptx").read_text()
     return list(_read(done.stdout + done.stderr, ptx, arch))
+
+
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the workers of profiling.resources ignore it
 
 
 def _read(log: str, ptx: str, arch: int) -> Iterator[Usage]:
@@ -80,25 +90,5 @@ def _plain(name: str) -> str:
     return found[0] if found else name
 
 
-@command("profiling.cuda_resources")
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 when a kernel has a fault or does not compile, 2 when there is no nvcc."""
-    parser = Parser(prog="python -m profiling.cuda_resources", description=__doc__.partition("\n")[0])
-    parser.add_argument("--arch", default=",".join(map(str, SHARED_LIMIT)), help="default %(default)s")
-    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
-    options = parser.parse_args(arguments)
-    wanted = architectures(options.arch)
-    if shutil.which("nvcc") is None:
-        parser.error("no nvcc on PATH")
-    results: list[Usage | str] = []
-    for source in sources():
-        for arch in wanted:
-            try:
-                results += usages(source, arch)
-            except RuntimeError as error:
-                results.append(str(error))
-    return report(results, options.json)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit("python -m profiling.resources --backend cuda [--op FAMILY]")

@@ -1,7 +1,8 @@
-"""Registers, spills, shared memory and load widths of every kernel variant: `python -m profiling.resources`.
+"""Registers, spills, shared memory and load widths of every kernel: `python -m profiling.resources`.
 
 Each `Variant` that an op's `config.variants()` lists is compiled to a cubin for sm_80, sm_90 and sm_100 with the
-assembler in the triton wheel: no GPU and no driver are needed. See README.md for what that does and does not show.
+assembler in the triton wheel, each source of csrc/cuda with nvcc where there is one: no GPU and no driver are needed.
+See README.md for what that does and does not show.
 """
 
 from __future__ import annotations
@@ -14,55 +15,23 @@ import json
 import multiprocessing
 import os
 import pkgutil
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from dmtp_kernels import ops
 from dmtp_kernels.ops._variant import Variant
-from profiling import machine_code
+from profiling import cuda_resources, machine_code
 from profiling.command import Parser, command
 from profiling.table import table
+from profiling.usage import SHARED_LIMIT, Usage
 
 ARCHITECTURES = (80, 90, 100)
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes of shared memory that one program can have."""
-MIN_LOAD_BITS = 128
+BACKENDS = ("triton", "cuda")
 PROCESSES = 2
-
-
-@dataclass(frozen=True)
-class Usage:
-    """One kernel on one architecture.
-
-    `load_bits` is the narrowest width among the loads of the variant's streams that carries an eighth of their bytes,
-    None where the variant names no stream; `loads` has the share of every width per stream.
-    """
-
-    kernel: str
-    backend: str
-    arch: int
-    registers: int
-    spills: int
-    shared: int
-    load_bits: int | None
-    loads: dict[str, dict[int, float]]
-
-    def faults(self) -> list[str]:
-        """What a kernel of this library may not have."""
-        found = []
-        if self.spills:
-            found.append(f"{self.spills} bytes spilled")
-        if self.shared > SHARED_LIMIT[self.arch]:
-            found.append(f"more than {SHARED_LIMIT[self.arch]:,} bytes of shared memory")
-        for name, shares in self.loads.items():
-            bits = machine_code.narrowest(shares)
-            if bits < MIN_LOAD_BITS:
-                found.append(f"{name} is loaded {bits} bits at a time" if bits else f"no load of {name} found")
-        return found
 
 
 def variants(op_family: str | None = None) -> Iterator[tuple[str, Variant]]:
@@ -138,23 +107,32 @@ def usage(variant: Variant, arch: int) -> Usage:
     return Usage(variant.name, "triton", arch, registers, spills, shared, bits, shares)
 
 
-def _work(module: str, name: str, arch: int) -> Usage | str:
+def _work(module: str, name: str, arch: int) -> list[Usage] | str:
+    if module == cuda_resources.FOLDER:
+        try:
+            return cuda_resources.usages(cuda_resources.CSRC / "cuda" / name, arch)
+        except RuntimeError as error:
+            return str(error)
     (variant,) = (v for v in importlib.import_module(module).variants() if v.name == name)
     try:
-        return usage(variant, arch)
+        return [usage(variant, arch)]
     except Exception as error:
         return f"{name}, sm_{arch}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
 def measure(work: Sequence[tuple[str, str, int]]) -> list[Usage | str]:
-    """`usage` of every `(module, variant name, arch)` in two processes; a message for one that does not compile."""
+    """Usage of every `(module, variant, arch)` in two processes, a message for one that does not compile.
+
+    A source of csrc/cuda stands as `(cuda_resources.FOLDER, its name, arch)`, and may have several kernels.
+    """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(PROCESSES, len(work)), mp_context=context) as pool, _interruptible():
         # Ctrl-C goes to the whole group; workers inherit that they ignore it and are ended from here
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         results = [pool.submit(_work, *row) for row in work]
         signal.signal(signal.SIGINT, handler)
-        return [result.result() for result in results]
+        found = [result.result() for result in results]
+    return [one for several in found for one in ([several] if isinstance(several, str) else several)]
 
 
 @contextlib.contextmanager
@@ -208,15 +186,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m profiling.resources", description=__doc__.partition("\n")[0])
     parser.add_argument("--op", help="one op family, e.g. lm_head; default all")
     parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="default %(default)s")
+    parser.add_argument("--backend", choices=BACKENDS, help="default both, cuda where there is an nvcc")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        raise ValueError("TRITON_INTERPRET: is 1, must not be: kernels are interpreted, not compiled")
     wanted = architectures(options.arch)
-    work = [(module, variant.name, arch) for module, variant in variants(options.op) for arch in wanted]
+    work: list[tuple[str, str, int]] = []
+    families = {module.split(".")[-2] for module, _ in variants()} if options.backend != "cuda" else set()
+    if options.backend != "cuda":
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            raise ValueError("TRITON_INTERPRET: is 1, must not be: kernels are interpreted, not compiled")
+        work += [(module, variant.name, arch) for module, variant in variants(options.op) for arch in wanted]
+    if options.backend != "triton":
+        sources = cuda_resources.sources(options.op)
+        families |= {f.name for f in pkgutil.iter_modules(ops.__path__) if cuda_resources.sources(f.name)}
+        if shutil.which("nvcc") is not None:
+            work += [(cuda_resources.FOLDER, source.name, arch) for source in sources for arch in wanted]
+        elif options.backend == "cuda":
+            parser.error("--backend: is cuda, there is no nvcc on PATH")
+        elif sources:
+            names = ", ".join(source.name for source in sources)
+            print(f"not compiled, no nvcc on PATH: {names}", file=sys.stderr)
     if not work:
-        known = ", ".join(sorted({module.split(".")[-2] for module, _ in variants()}))
-        parser.error(f"--op: is {options.op}, must be a family with kernels: {known}")
+        parser.error(f"--op: is {options.op}, must be a family with kernels: {', '.join(sorted(families))}")
     return report(measure(work), options.json)
 
 
