@@ -19,7 +19,7 @@ _GIVEN = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 
 
 def install() -> None:
-    """Teach `EngineArgs.create_speculative_config` the method, and `DFlashProposer` which class to make.
+    """Teach `EngineArgs.create_speculative_config` the method, and vLLM's proposers which class to make.
 
     A second call changes nothing. On a release of vLLM that the plugin was not run against only the first is done, and
     asking for the method raises.
@@ -69,8 +69,10 @@ def install() -> None:
 def _choose_classes() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.spec_decode.dflash import DFlashProposer
+    from vllm.v1.spec_decode.eagle import EagleProposer
 
     DFlashProposer.__new__ = staticmethod(_proposer)
+    EagleProposer.__new__ = staticmethod(_mtp_proposer)
     if not current_platform.is_cpu():
         from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
@@ -103,6 +105,17 @@ def _proposer(cls: type, vllm_config: Any, *arguments: Any, **keywords: Any) -> 
             from dmtp_kernels.engines.vllm.dflash import FusedDFlashProposer
 
             cls = FusedDFlashProposer
+    return object.__new__(cls)
+
+
+def _mtp_proposer(cls: type, vllm_config: Any, *arguments: Any, **keywords: Any) -> Any:
+    """In place of `EagleProposer.__new__`, which vLLM's runner calls for `mtp` and `eagle`."""
+    from vllm.v1.spec_decode.eagle import EagleProposer
+
+    if cls is EagleProposer and vllm_config.speculative_config.method == "mtp" and chosen_ops(()):
+        from dmtp_kernels.engines.vllm.mtp import FusedMTPProposer
+
+        cls = FusedMTPProposer
     return object.__new__(cls)
 
 
