@@ -171,6 +171,10 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
 }
 
+inline float __fmaf_rn(float a, float b, float c) {
+  return std::fma(a, b, c);
+}
+
 inline unsigned __float_as_uint(float x) {
   return std::bit_cast<unsigned>(x);
 }

@@ -28,6 +28,13 @@ struct Stack {
   jmp_buf context;
 };
 
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  int64_t group;
+};
+
 struct Fiber : Thread {
   int id = 0;  // in its block
   State state = State::ready;
@@ -36,6 +43,9 @@ struct Fiber : Thread {
   uint32_t mask = 0;
   uint64_t value = 0, result = 0;
   int from = 0;
+  void (*all)(void* const*) = nullptr;
+  std::vector<Copy> copies;  // on their way
+  int64_t group = 0;         // that they are committed to next
   Stack* stack = nullptr;
 };
 

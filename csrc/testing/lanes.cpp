@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 
 #include "fiber_state.h"
 
@@ -37,6 +38,16 @@ void release_lanes(Fiber& t) {
     if (comes && !left && (other.state != State::waiting || other.kind != t.kind || other.mask != t.mask)) {
       return;
     }
+    if (t.kind == Together::join && (left || other.all != t.all)) {
+      return;
+    }
+  }
+  if (t.kind == Together::join) {
+    void* brought[kWarp];
+    for (size_t i = 0; i < lanes; ++i) {
+      brought[i] = reinterpret_cast<void*>(warp[i].value);
+    }
+    t.all(brought);
   }
   uint32_t votes = 0;
   for (size_t i = 0; i < lanes; ++i) {
@@ -73,6 +84,13 @@ void wait() {
   to_scheduler();
 }
 
+void land(const Copy& copy) {
+  std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+  std::memset(static_cast<char*>(copy.to) + copy.bytes, 0, static_cast<size_t>(16 - copy.bytes));
+}
+
+}  // namespace
+
 bool skipped(Site site) {
   const std::string name = name_of(site);
   barriers.insert(name);
@@ -84,8 +102,6 @@ bool skipped(Site site) {
   }
   return true;
 }
-
-}  // namespace
 
 void release(Fiber& t) {
   if (t.state == State::waiting && t.kind != Together::block_barrier) {
@@ -140,6 +156,48 @@ uint64_t together(Together kind, uint32_t mask, uint64_t value, int from) {
   t.from = from;
   wait();
   return t.result;
+}
+
+void join(void (*all)(void* const* lanes), void* mine) {
+  Fiber& t = self();
+  size_t lanes;
+  warp_of(t, lanes);
+  if (lanes != kWarp) {
+    fail(where(t) + ": a join of less than a whole warp");
+  }
+  t.kind = Together::join;
+  t.site = {"join", 0};
+  t.mask = 0xffffffff;
+  t.all = all;
+  t.value = reinterpret_cast<uint64_t>(mine);
+  wait();
+}
+
+void copy_async(void* to, const void* from, int bytes) {
+  const Copy copy{to, from, bytes, self().group};
+  if ((draw() & 3) == 0) {
+    land(copy);
+  } else {
+    self().copies.push_back(copy);
+  }
+}
+
+void commit_copies() {
+  ++self().group;
+}
+
+void wait_copies(Site site, int groups) {
+  if (skipped(site)) {
+    return;
+  }
+  Fiber& t = self();
+  std::erase_if(t.copies, [&](const Copy& copy) {
+    const bool due = copy.group < t.group - groups;
+    if (due) {
+      land(copy);
+    }
+    return due;
+  });
 }
 
 void pause() {

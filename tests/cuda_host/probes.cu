@@ -1,5 +1,7 @@
 // Kernels that show what the harness of csrc/testing finds.
-#include "cuda/device.cuh"
+#include "cuda/copy_async.cuh"
+#include "cuda/grid.cuh"
+#include "cuda/mma.cuh"
 
 namespace {
 
@@ -92,6 +94,63 @@ __global__ void write_kernel(char* to, int64_t at) {
   to[at + threadIdx.x] = 1;
 }
 
+// c[16 x 8] += a[16 x 32 bytes] b[8 x 32 bytes]^T, rows of A and columns of B in memory one after another
+template <class Mma>
+__global__ void mma_kernel(const uint32_t* a, const uint32_t* b, typename Mma::Sum* c) {
+  const int lane = static_cast<int>(threadIdx.x), g = lane / 4, t = lane % 4;
+  dmtp::cuda::FragmentA left;
+  dmtp::cuda::FragmentB right;
+  for (int i = 0; i < 4; ++i) {
+    left.of[i] = a[(g + i % 2 * 8) * 8 + t + i / 2 * 4];
+  }
+  for (int i = 0; i < 2; ++i) {
+    right.of[i] = b[g * 8 + t + i * 4];
+  }
+  typename Mma::Sum sums[4];
+  for (int i = 0; i < 4; ++i) {
+    sums[i] = c[(g + i / 2 * 8) * 8 + 2 * t + i % 2];
+  }
+  dmtp::cuda::mma(Mma{}, sums, left, right);
+  for (int i = 0; i < 4; ++i) {
+    c[(g + i / 2 * 8) * 8 + 2 * t + i % 2] = sums[i];
+  }
+}
+
+struct Pieces {
+  uint4 of[2][32];
+};
+
+// Each lane copies two pieces, the second cut to `bytes`, and writes those of the lane before it once they are there.
+__global__ void copies_kernel(const uint4* in, uint4* out, int bytes) {
+  DMTP_SHARED(Pieces, s);
+  const int lane = static_cast<int>(threadIdx.x);
+  dmtp::cuda::copy_async(&s.of[0][lane], in + lane, 16);
+  dmtp::cuda::commit_copies();
+  dmtp::cuda::copy_async(&s.of[1][lane], in + 32 + lane, bytes);
+  dmtp::cuda::commit_copies();
+  DMTP_WAIT_COPIES(1);
+  __syncwarp();
+  out[lane] = s.of[0][(lane + 31) % 32];
+  DMTP_WAIT_COPIES(0);
+  __syncwarp();
+  out[32 + lane] = s.of[1][(lane + 31) % 32];
+}
+
+// out[i] = the sum of what all blocks left, twice: the second time of what was made of it
+__global__ void phases_kernel(int* values, int* out, dmtp::cuda::GridBarrier* barrier) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const int n = static_cast<int>(gridDim.x * blockDim.x);
+  for (int turn = 0; turn < 2; ++turn) {
+    out[i] = 0;
+    for (int j = 0; j < n; ++j) {
+      out[i] += values[j];
+    }
+    DMTP_WAIT_FOR_GRID(barrier);
+    values[i] = out[i] + i;
+    DMTP_WAIT_FOR_GRID(barrier);
+  }
+}
+
 template <class... Wanted, class... Given>
 const char* together(void (*kernel)(Wanted...), unsigned blocks, unsigned threads, Given... arguments) {
   return dmtp::host::run({blocks, 1, 1}, {threads, 1, 1}, true, [=] { kernel(arguments...); });
@@ -117,5 +176,25 @@ const char* probe_divergent() {
 }
 const char* probe_write(char* to, int64_t at, int threads) {
   return dmtp::cuda::launch(write_kernel, 1, threads, nullptr, to, at);
+}
+const char* probe_mma(int type, const void* a, const void* b, void* c) {
+  const auto* left = static_cast<const uint32_t*>(a);
+  const auto* right = static_cast<const uint32_t*>(b);
+  using namespace dmtp::cuda;
+  return type == 0   ? launch(mma_kernel<Bf16Mma>, 1, 32, nullptr, left, right, static_cast<float*>(c))
+         : type == 1 ? launch(mma_kernel<Fp16Mma>, 1, 32, nullptr, left, right, static_cast<float*>(c))
+                     : launch(mma_kernel<Int8Mma>, 1, 32, nullptr, left, right, static_cast<int32_t*>(c));
+}
+const char* probe_mma_of(int threads, const void* a, const void* b, void* c) {
+  return dmtp::cuda::launch(mma_kernel<dmtp::cuda::Int8Mma>, 1, threads, nullptr, static_cast<const uint32_t*>(a),
+                            static_cast<const uint32_t*>(b), static_cast<int32_t*>(c));
+}
+const char* probe_copies(const void* in, void* out, int bytes) {
+  return dmtp::cuda::launch(copies_kernel, 1, 32, nullptr, static_cast<const uint4*>(in), static_cast<uint4*>(out),
+                            bytes);
+}
+const char* probe_phases(int* values, int* out, void* barrier, int blocks, int threads) {
+  return dmtp::cuda::launch_resident(phases_kernel, blocks, threads, nullptr, values, out,
+                                     static_cast<dmtp::cuda::GridBarrier*>(barrier));
 }
 }

@@ -16,6 +16,9 @@ SUITES = (
     "commit_kv_layouts",
     "commit_kv_precision",
     "commit_round",
+    "t1_prep",
+    "t1_prep_faults",
+    "t1_prep_numbers",
 )
 
 

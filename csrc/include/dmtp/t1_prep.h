@@ -1,5 +1,6 @@
 #pragma once
 
+#include "dmtp/lm_head.h"
 #include "dmtp/parallel.h"
 #include "dmtp/types.h"
 
@@ -33,6 +34,15 @@ struct T1Prep {
   Tensor certified;     // [B] bool, out
 
   ParallelFor parallel;
+};
+
+// One call of fused_t1_prep on a GPU. Where there is a head it decides, and `prep.token` and `prep.status` are absent.
+struct T1Call {
+  T1Prep prep;
+  LMHead head;
+  Tensor hidden;  // [B, H] what the head reads
+  bool bf16_logits;
+  bool one_launch;  // all phases in a cooperative kernel, where the device can
 };
 
 }  // namespace dmtp

@@ -44,16 +44,21 @@ void* stream_of(int32_t device) {
 }
 
 // Launches on the tensor's device, on its current stream.
-template <class Args>
-void run(const char* (*launch)(const Args&, void*), const Args& args, const Stable& tensor) {
+template <class Launch>
+void run(Launch launch, const Stable& tensor) {
   const torch::stable::accelerator::DeviceIndex device = tensor.get_device_index();
 #ifndef DMTP_CUDA_HOST
   const torch::stable::accelerator::DeviceGuard guard(device);
 #endif
-  const char* error = launch(args, stream_of(device));
+  const char* error = launch(stream_of(device));
   if (error != nullptr) {
     throw std::runtime_error(std::string("launch failed: ") + error);
   }
+}
+
+template <class Args>
+void run(const char* (*launch)(const Args&, void*), const Args& args, const Stable& tensor) {
+  run([&](void* stream) { return launch(args, stream); }, tensor);
 }
 
 void draft_pages(const Stable& source, const MaybeStable& pool, const Stable& ctx_len, const MaybeStable& valid_from,
@@ -175,6 +180,51 @@ bool commit(const Stables& rows, const Stables& caches, const Whole& owners, con
   return true;
 }
 
+// `places`: where each argument is among the tensors, -1 where it is absent. 0 when it ran, else the bytes of scratch
+// that it needs, or -1 where there are no kernels for the call.
+int64_t t1_prep(const Stables& tensors, const Whole& places, const Whole& whole, double eps_e, double eps_m,
+                double offset_e, double offset_m, double embed_scale, const Stables& outputs, const Stable& scratch,
+                const Stable& barrier) {
+  T1Call c{};
+  T1Prep& p = c.prep;
+  Tensor* const read[] = {&p.anchor_ids,  &p.token,      &p.status,     &p.hidden,     &p.embedding,  &p.mask_embed,
+                          &p.folded,      &p.first,      &p.up,         &p.norm_e,     &p.norm_m,     &c.hidden,
+                          &c.head.weight, &c.head.codes, &c.head.scale, &c.head.bound, &c.head.id_map};
+  for (size_t i = 0; i < std::size(read); ++i) {
+    *read[i] = places.at(i) < 0 ? Tensor{} : view(tensors.at(places[i]));
+  }
+  Tensor* const written[] = {&p.t1, &p.block_ids, &p.block_embeds, &p.certified};
+  for (size_t i = 0; i < std::size(written); ++i) {
+    *written[i] = view(outputs.at(i));
+  }
+  p.fusion = static_cast<T1Fusion>(whole.at(0));
+  p.at_masks = whole.at(1) != 0;
+  p.anchors = whole.at(2);
+  p.num_masks = whole.at(3);
+  p.mask_id = whole.at(4);
+  p.embedding_start = whole.at(5);
+  p.num_embeddings = whole.at(6);
+  c.head.format = static_cast<ScreenFormat>(whole.at(7));
+  c.head.id_map_mode = static_cast<IdMap>(whole.at(8));
+  c.head.full_scan = whole.at(9) != 0;
+  c.head.num_valid = whole.at(10);
+  c.head.id_offset = whole.at(11);
+  c.bf16_logits = whole.at(12) != 0;
+  c.one_launch = whole.at(13) != 0;
+  p.eps_e = static_cast<float>(eps_e);
+  p.eps_m = static_cast<float>(eps_m);
+  p.offset_e = static_cast<float>(offset_e);
+  p.offset_m = static_cast<float>(offset_m);
+  p.embed_scale = static_cast<float>(embed_scale);
+  const int64_t needed = cuda::t1_prep_bytes(c);
+  if (needed < 0 || needed > scratch.numel()) {
+    return needed;
+  }
+  const auto launch = [&](void* stream) { return cuda::t1_prep(c, scratch.data_ptr(), barrier.data_ptr(), stream); };
+  run(launch, tensors.at(0));
+  return 0;
+}
+
 }  // namespace
 }  // namespace dmtp
 
@@ -190,6 +240,9 @@ STABLE_TORCH_LIBRARY(DMTP_CUDA_LIBRARY, m) {
       "Tensor(a!) accept_len, Tensor(b!) commit_len, Tensor(c!) bonus, Tensor(d!) out_tokens, Tensor(e!) finished) "
       "-> ()");
   m.def(
+      "t1_prep(Tensor[] tensors, int[] places, int[] whole, float eps_e, float eps_m, float offset_e, float offset_m, "
+      "float embed_scale, Tensor(a!)[] outputs, Tensor(b!) scratch, Tensor(c!) barrier) -> int");
+  m.def(
       "commit(Tensor[] rows, Tensor(a!)[] caches, int[] owners, Tensor[] scales, int[] scale_of, Tensor[] norms, "
       "int[] norm_of, int rotated, Tensor valid, Tensor[] dst, int[] first_slot, Tensor? pending_slot, "
       "Tensor? promote_dst, Tensor? scratch_dst, Tensor? hidden, Tensor(b!)? next_hidden, Tensor(c!)? lengths, "
@@ -200,5 +253,6 @@ STABLE_TORCH_LIBRARY_IMPL(DMTP_CUDA_LIBRARY, DMTP_CUDA_KEY, m) {
   m.impl("draft_pages", TORCH_BOX(&dmtp::draft_pages));
   m.impl("advance_round", TORCH_BOX(&dmtp::advance_round));
   m.impl("accept_prefix", TORCH_BOX(&dmtp::accept_prefix));
+  m.impl("t1_prep", TORCH_BOX(&dmtp::t1_prep));
   m.impl("commit", TORCH_BOX(&dmtp::commit));
 }

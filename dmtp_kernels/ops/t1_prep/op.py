@@ -115,6 +115,7 @@ FUSED_T1_PREP = define_op(
     check=_check,
     implementations={
         "triton": "dmtp_kernels.ops.t1_prep.launch:fused_t1_prep",
+        "cuda": "dmtp_kernels.ops.t1_prep.cuda:fused_t1_prep",
         "cpu": "dmtp_kernels.ops.t1_prep.cpu:fused_t1_prep",
         "reference": "dmtp_kernels.ops.t1_prep.reference:fused_t1_prep",
     },
