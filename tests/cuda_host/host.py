@@ -21,6 +21,7 @@ import torch
 
 import dmtp_kernels
 from dmtp_kernels import backends, use_backend
+from dmtp_kernels.ops import _workspace
 
 ROOT = Path(dmtp_kernels.__file__).parents[1]
 CSRC = ROOT / "csrc"
@@ -105,6 +106,7 @@ def without(barrier: str) -> Iterator[None]:
         yield
     finally:
         library().dmtp_host_without(None)
+        _workspace._buffers.clear()  # a launch that failed leaves its counters where they were
 
 
 @contextmanager

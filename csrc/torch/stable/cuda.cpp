@@ -132,6 +132,51 @@ void accept_prefix(const Stable& candidates, const Stable& target, const Stable&
   run(cuda::accept_prefix, a, candidates);
 }
 
+template <class Args>
+cuda::Scratched<Args> scratched(const Args& args, const Stable& memory, const Stable& counters) {
+  return {args, memory.data_ptr(), memory.numel(), static_cast<int32_t*>(counters.data_ptr()), counters.numel()};
+}
+
+void accept_sampled(bool block, const Stable& candidates, const Stable& target_logits, const Stable& temperature,
+                    const Stable& seed, const Stable& position, const Stable& stop_ids, const Stable& budget,
+                    const MaybeStable& draft_probs, const MaybeStable& num_candidates, const MaybeStable& top_k,
+                    const MaybeStable& top_p, const MaybeStable& draft_ids, const Stable& accept_len,
+                    const Stable& commit_len, const Stable& bonus, const Stable& out_tokens, const Stable& finished,
+                    const Stable& status, const Stable& memory, const Stable& counters) {
+  AcceptSampled a{};
+  a.candidates = view(candidates);
+  a.target_logits = view(target_logits);
+  a.temperature = view(temperature);
+  a.seed = view(seed);
+  a.position = view(position);
+  a.draft_probs = view(draft_probs);
+  a.num_candidates = view(num_candidates);
+  a.top_k = view(top_k);
+  a.top_p = view(top_p);
+  a.draft_ids = view(draft_ids);
+  a.block = block;
+  a.emission = emission_of(stop_ids, budget, accept_len, commit_len, bonus, out_tokens, finished);
+  a.status = view(status);
+  run(cuda::accept_sampled, scratched(a, memory, counters), target_logits);
+}
+
+void sample_rows(const Stable& logits, const Stable& temperature, const Stable& seed, const Stable& position,
+                 const MaybeStable& top_k, const MaybeStable& top_p, int64_t num_valid, int64_t stream,
+                 const Stable& token, const Stable& status, const Stable& memory, const Stable& counters) {
+  SampleRows a{};
+  a.logits = view(logits);
+  a.temperature = view(temperature);
+  a.seed = view(seed);
+  a.position = view(position);
+  a.top_k = view(top_k);
+  a.top_p = view(top_p);
+  a.num_valid = num_valid;
+  a.stream = static_cast<uint32_t>(stream);
+  a.token = view(token);
+  a.status = view(status);
+  run(cuda::sample_rows, scratched(a, memory, counters), logits);
+}
+
 // K and V of all layers of all caches. Indices are -1 where a layer has none; the first `rotated` are rotated. False,
 // with nothing written, where there is no kernel for the call.
 bool commit(const Stables& rows, const Stables& caches, const Whole& owners, const Stables& scales,
@@ -240,6 +285,14 @@ STABLE_TORCH_LIBRARY(DMTP_CUDA_LIBRARY, m) {
       "Tensor(a!) accept_len, Tensor(b!) commit_len, Tensor(c!) bonus, Tensor(d!) out_tokens, Tensor(e!) finished) "
       "-> ()");
   m.def(
+      "accept_sampled(bool block, Tensor candidates, Tensor target_logits, Tensor temperature, Tensor seed, "
+      "Tensor position, Tensor stop_ids, Tensor budget, Tensor? draft_probs, Tensor? num_candidates, Tensor? top_k, "
+      "Tensor? top_p, Tensor? draft_ids, Tensor(a!) accept_len, Tensor(b!) commit_len, Tensor(c!) bonus, "
+      "Tensor(d!) out_tokens, Tensor(e!) finished, Tensor(f!) status, Tensor(g!) memory, Tensor(h!) counters) -> ()");
+  m.def(
+      "sample_rows(Tensor logits, Tensor temperature, Tensor seed, Tensor position, Tensor? top_k, Tensor? top_p, "
+      "int num_valid, int stream, Tensor(a!) token, Tensor(b!) status, Tensor(c!) memory, Tensor(d!) counters) -> ()");
+  m.def(
       "t1_prep(Tensor[] tensors, int[] places, int[] whole, float eps_e, float eps_m, float offset_e, float offset_m, "
       "float embed_scale, Tensor(a!)[] outputs, Tensor(b!) scratch, Tensor(c!) barrier) -> int");
   m.def(
@@ -253,6 +306,8 @@ STABLE_TORCH_LIBRARY_IMPL(DMTP_CUDA_LIBRARY, DMTP_CUDA_KEY, m) {
   m.impl("draft_pages", TORCH_BOX(&dmtp::draft_pages));
   m.impl("advance_round", TORCH_BOX(&dmtp::advance_round));
   m.impl("accept_prefix", TORCH_BOX(&dmtp::accept_prefix));
+  m.impl("accept_sampled", TORCH_BOX(&dmtp::accept_sampled));
+  m.impl("sample_rows", TORCH_BOX(&dmtp::sample_rows));
   m.impl("t1_prep", TORCH_BOX(&dmtp::t1_prep));
   m.impl("commit", TORCH_BOX(&dmtp::commit));
 }

@@ -136,6 +136,7 @@ ACCEPT_REJECTION = define_op(
     check=_check_rejection,
     implementations={
         "triton": "dmtp_kernels.ops.accept.launch:accept_rejection",
+        "cuda": "dmtp_kernels.ops.accept.cuda:accept_rejection",
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_rejection",
         "reference": "dmtp_kernels.ops.accept.reference:accept_rejection",
     },
@@ -150,6 +151,7 @@ ACCEPT_BLOCK = define_op(
     check=_check_rejection,
     implementations={
         "triton": "dmtp_kernels.ops.accept.launch:accept_block",
+        "cuda": "dmtp_kernels.ops.accept.cuda:accept_block",
         "cpu": "dmtp_kernels.ops.accept.cpu:accept_block",
         "reference": "dmtp_kernels.ops.accept.reference:accept_block",
     },

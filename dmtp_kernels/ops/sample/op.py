@@ -63,6 +63,7 @@ SAMPLE_ROWS = define_op(
     check=_check,
     implementations={
         "triton": "dmtp_kernels.ops.sample.launch:sample_rows",
+        "cuda": "dmtp_kernels.ops.sample.cuda:sample_rows",
         "cpu": "dmtp_kernels.ops.sample.cpu:sample_rows",
         "reference": "dmtp_kernels.ops.sample.reference:sample_rows",
     },
