@@ -1,12 +1,13 @@
-"""The ops in SGLang: its plugin, and the pieces of a DMTP round on its tensors.
+"""The ops in SGLang: its plugin, the algorithm `DMTP`, and the pieces of a DMTP round on its tensors.
 
-`register` is the entry point `dmtp` of `sglang.srt.plugins`; README.md beside this file says what it switches.
+`register` is the entry point `dmtp` of `sglang.srt.plugins`; README.md beside this file says what it adds and switches.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
+from dmtp_kernels.engines.sglang.algorithm import register_algorithm
 from dmtp_kernels.engines.sglang.switches import HOOKS, VARIABLE, chosen
 
 __all__ = ["SUPPORTED", "register"]
@@ -16,18 +17,23 @@ SUPPORTED = "0.5.23"
 
 
 def register() -> None:
-    """Hook the ops that `DMTP_SGLANG_OPS` lists into SGLang's DFLASH worker; nothing where it is not set.
+    """Add the speculative algorithm `DMTP`, and hook the ops that `DMTP_SGLANG_OPS` lists into SGLang's DFLASH worker.
+
+    On another release of SGLang nothing is added.
 
     Raises:
-        RuntimeError: another release of SGLang.
+        RuntimeError: another release of SGLang, and the variable lists an op.
         ValueError: the variable names an op that cannot be switched.
     """
     names = chosen()
-    if not names:
-        return
     found = version("sglang")
     if found != SUPPORTED:
-        raise RuntimeError(f"{VARIABLE}: SGLang is {found}, the hooks are for {SUPPORTED}; nothing is replaced")
+        if names:
+            raise RuntimeError(f"{VARIABLE}: SGLang is {found}, the hooks are for {SUPPORTED}; nothing is replaced")
+        return
+    register_algorithm()
+    if not names:
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name in names:

@@ -141,7 +141,8 @@ def last_mtp_state(trio: Checkpoint, ids: list[int]) -> torch.Tensor:
 def test_rounds_equal_the_loop(page_size: int) -> None:
     trio = load_checkpoint(drafters=["dmtp"])
     # longer than the window of 128, shorter than a block, in between
-    texts = [list(text["text"].encode()[:n]) for text, n in zip(held_out_prompts(), (140, 3, 40), strict=False)]
+    whole = "".join(prompt["text"] for prompt in held_out_prompts()).encode()
+    texts = [list(whole[start : start + count]) for start, count in ((0, 140), (200, 3), (300, 40))]
     engine = Engine(trio, "dmtp", max_batch=3, max_tokens=MAX_LEN - BLOCK)
     wanted = engine.run([Request(tuple(text), NEW) for text in texts])
     rounds = Rounds(trio, page_size, len(texts))
