@@ -7,6 +7,7 @@ models over SGLang's tables.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from array import array
 from contextlib import nullcontext
@@ -304,6 +305,16 @@ def trio() -> Checkpoint:
 def source(trio: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Any:
     places = export_trio(tmp_path_factory.mktemp("models"), trio, "dmtp")
     return server(places.target, places.drafter)
+
+
+def test_every_method_takes_what_sglang_gives() -> None:
+    """The scheduler makes a worker by keywords; a method of this name stands before SGLang's."""
+    theirs = sglang_worker()
+    for name in ("__init__", "forward_batch_generation", "_greedy_sample_from_vocab_parallel_head"):
+        wanted, found = (inspect.signature(getattr(kind, name)).parameters for kind in (theirs, DMTPRounds))
+        assert list(found) == list(wanted), name
+        assert [found[key].default for key in found] == [wanted[key].default for key in wanted], name
+    assert callable(getattr(theirs, "alloc_memory_pool", None))
 
 
 @torch.no_grad()
