@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from dmtp_kernels.ops.lm_head import pack_lm_head
 from dmtp_kernels.ops.t1_prep import cuda
 from dmtp_kernels.ops.t1_prep.spec import SPECS
 from tests.cuda_host import host
-from tests.cuda_host.prep_cases import CASES, LAUNCHES, OP, Prepared, prep_case, prepared
+from tests.cuda_host.prep_cases import BF16, CASES, FP32, LAUNCHES, OP, Prepared, prep_case, prepared
 
 SCHEDULES = 100
 SLOW = {"int8": 30, "deep_parts": 12, "two_launches": 12}  # schedules of cases that take longer
 DRAWS = 2  # of a case's inputs: the schedules are dealt among them
 PHASED = 8  # schedules of the kernels that are launched one after another
 FEW = 18  # schedules of which one shows that a barrier is missing
-ROUTES = (cuda.fused_t1_prep, cuda.fused_t1_prep_in_phases)
 
 
 @pytest.fixture(autouse=True)
@@ -89,4 +89,22 @@ def test_a_state_that_reaches_every_row_is_scanned() -> None:
     inputs[1][0], inputs[1][1, 7] = 0, float("nan")
     one = Prepared(tuple(inputs))
     for seed in range(6):
+        assert one.differs(seed) is None
+
+
+@pytest.mark.parametrize(("format", "dtype"), [("int8", BF16), ("dense", BF16), ("dense", FP32)], ids=str)
+def test_rows_that_a_screen_takes_for_each_other(format: str, dtype: torch.dtype) -> None:
+    # apart by less than codes, or sums in another order, can tell
+    generator = torch.Generator().manual_seed(7)
+    batch, rows, hidden = 8, 60, 72
+    weight = 1 + 2.0**-6 * torch.randint(0, 2, (rows, hidden), generator=generator) / 2
+    states = torch.randn(batch, hidden, generator=generator)
+    weight[:, ::9], states[:, ::9] = 1.0, 2.0**18 * torch.tensor([1, -1] * 4)
+    inputs = list(prep_case(batch, 8, hidden, rows, dtype=dtype, mode="none"))
+    head = pack_lm_head(weight.to(dtype), format=format)
+    inputs[0], inputs[1] = torch.arange(batch), states.to(dtype)
+    inputs[7:14] = head.tensors()
+    inputs[19:25] = head.scalars().values()
+    one = Prepared(tuple(inputs))
+    for seed in range(4):
         assert one.differs(seed) is None
