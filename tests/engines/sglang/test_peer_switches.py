@@ -49,6 +49,7 @@ def worker_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.DFlashWorkerV2 = type(
         "DFlashWorkerV2", (), {"_rebuild_compact_draft_cache": rebuild, "_append_target_hidden_fused": append}
     )
+    importlib.import_module("sglang.srt.speculative.spec_info")  # the plugin registers there; it does import
     package: Any = ModuleType("sglang.srt.speculative")
     package.dflash_worker_v2 = module
     monkeypatch.setitem(sys.modules, "sglang.srt.speculative", package)
