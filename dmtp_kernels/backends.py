@@ -150,8 +150,12 @@ def _load_cuda() -> Any:
     missing = getattr(build, "NO_CUDA", "it was not asked for")
     if missing:
         return f"dmtp_kernels/_cuda.so is missing: {missing}"
+    path = str(Path(str(build.__file__)).with_name("_cuda.so").resolve())
+    # a second copy would register the same ops, which ends the process
+    if path not in torch.ops.loaded_libraries and hasattr(torch.ops.dmtp_cuda, "draft_pages"):
+        return f"dmtp_kernels/_cuda.so does not load: another copy than {path} is loaded"
     try:
-        torch.ops.load_library(str(Path(str(build.__file__)).with_name("_cuda.so")))
+        torch.ops.load_library(path)
     except OSError as error:
         return f"dmtp_kernels/_cuda.so does not load: {error}"
     return torch.ops.dmtp_cuda
@@ -207,8 +211,11 @@ def use_backend(name: str | None, *ops: str) -> Any:
     backend raises `BackendUnavailable` when called. A choice for an op goes before the choice for all.
 
     Raises:
-        ValueError: `name` is not one of `reference`, `cpu`, `triton`, `cuda`, `flash`.
+        ValueError: `name` is not one of `reference`, `cpu`, `triton`, `cuda`, `flash`, or there is no such op.
     """
+    for op in ops:
+        if op not in _implementations:
+            raise ValueError(f"ops: no op {op!r}, must be among {', '.join(sorted(_implementations))}")
     if name is not None and name not in NAMES:
         raise ValueError(f"name: no backend {name!r}, must be one of {', '.join(NAMES)}")
     previous = _forced

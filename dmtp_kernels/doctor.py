@@ -28,7 +28,8 @@ def report() -> dict[str, Any]:
         `devices`: `[{"device", "name", ...}]`, the CPU first.
         `no_cuda`: why there is no CUDA device, None when there is one.
         `backends`: backend -> device type -> `{"ops": n, "why_not": reason or None}`.
-        `compiled`: `{"why_not": reason or None, "capability": name in force, "capabilities": [names]}` of `_C`.
+        `compiled`: `{"why_not": reason or None, "capability": name in force, "capabilities": [names], "build": what the
+            build used}` of `_C`.
         `ops`: op -> device type -> `{"runs": backend or None, "why_not": {better backend: reason}}`.
         `checkpoint`: `{"present": bool, "files": {name: bytes}}` of the embedded checkpoint.
         `settings`: environment variables in force that change what runs.
@@ -67,7 +68,11 @@ def render(found: dict[str, Any]) -> str:
     if compiled["why_not"]:
         lines.append(f"  {compiled['why_not']}")
     else:
+        build = compiled["build"]
         lines.append(f"  runs {compiled['capability']} of {', '.join(compiled['capabilities'])}")
+        lines.append(f"  built by {build['compiler']} for torch {build['torch']}")
+        if build["cuda_compiler"]:
+            lines.append(f"  CUDA kernels by {build['cuda_compiler']} for {', '.join(build['cuda_architectures'])}")
     lines += ["ops"]
     width = 2 + max((len(op) for op in found["ops"]), default=0)
     for op, kinds in found["ops"].items():
@@ -142,13 +147,14 @@ def _cpu_name() -> str:
 def _compiled() -> dict[str, Any]:
     why_not = backends.compiled_missing()
     if why_not is not None:
-        return {"why_not": why_not, "capability": None, "capabilities": []}
+        return {"why_not": why_not, "capability": None, "capabilities": [], "build": None}
     module = backends.compiled()
+    rest = {"capabilities": module.capabilities(), "build": module.build_info()}
     try:
         capability = module.capability()
     except ValueError as error:  # a setting that names no capability
-        return {"why_not": str(error), "capability": None, "capabilities": module.capabilities()}
-    return {"why_not": None, "capability": capability, "capabilities": module.capabilities()}
+        return {"why_not": str(error), "capability": None, **rest}
+    return {"why_not": None, "capability": capability, **rest}
 
 
 def _choice(op: str, kind: str) -> dict[str, Any]:
