@@ -17,9 +17,16 @@ namespace dmtp::cuda {
 constexpr uint32_t kAllLanes = 0xffffffff;
 constexpr int kLanes = 32;
 
+// a count beyond 32 bits would be cut to a small one, and most of the work left out
+constexpr int64_t kMostBlocks = 0x7fffffff;
+constexpr const char* kTooManyBlocks = "more blocks than a grid has";
+
 #ifdef DMTP_CUDA_HOST
 template <class... Wanted, class... Given>
 const char* launch(void (*kernel)(Wanted...), int64_t blocks, int threads, void*, Given... arguments) {
+  if (blocks > kMostBlocks) {
+    return kTooManyBlocks;
+  }
   const host::Index grid{static_cast<unsigned>(blocks), 1, 1}, block{static_cast<unsigned>(threads), 1, 1};
   return host::run(grid, block, false, [=] { kernel(static_cast<Wanted>(arguments)...); });
 }
@@ -27,6 +34,9 @@ const char* launch(void (*kernel)(Wanted...), int64_t blocks, int threads, void*
 // Null, or what the runtime says of the launch.
 template <class... Wanted, class... Given>
 const char* launch(void (*kernel)(Wanted...), int64_t blocks, int threads, void* stream, Given... arguments) {
+  if (blocks > kMostBlocks) {
+    return kTooManyBlocks;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));

@@ -78,6 +78,28 @@ def test_a_backend_gives_the_references_bits(entry: Entry, backend: str) -> None
             call_of(entry).check(name, at_end=turn % 2 == 0)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="CUDA kernels run in a plain process")
+@pytest.mark.parametrize("op", cuda_ops())
+def test_row_175_no_request_launches_nothing(op: str) -> None:
+    # triton-lang/triton-ascend#984: a grid of no blocks is an error of CUDA's
+    (entry,) = (entry for entry in ENTRIES if entry.op == op and entry.name == "none")
+    with host.accepted(op):
+        for _ in range(2):
+            host.seed(0)
+            call_of(entry).check("cuda", at_end=True)
+            assert host.launches() == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA kernels run in a plain process")
+def test_row_177_a_grid_beyond_32_bits_is_refused() -> None:
+    # triton-lang/triton#7260: a very large grid silently did nothing
+    page_table, ctx_len = torch.zeros(2, 4, dtype=I32), torch.ones(2, dtype=I32)
+    wide = torch.zeros(2, 1, dtype=I32).expand(2, 2**38)  # 2^31 blocks a request
+    with host.emulated("draft_page_table"), pytest.raises(RuntimeError, match="more blocks than a grid has"):
+        run = backends.implementation("draft_page_table", CPU)
+        run(page_table, ctx_len, 4, 4, 0, None, None, wide, ctx_len.clone(), ctx_len.clone())
+
+
 def test_every_op_with_cuda_kernels_is_in_the_corpus() -> None:
     assert set(cuda_ops()) <= set(OPS)
     assert set(WANTED) == {entry.id for entry in ENTRIES} and len(WANTED) == len(ENTRIES)
