@@ -26,7 +26,6 @@ __device__ inline DraftRow joined_draft(const Verify& call, int64_t b, int64_t j
     const RowPart* parts = call.row_parts + (b * call.rows + j) * call.parts;
     for (int64_t i = lane_index(); i < call.parts; i += kLanes) {
       out.total = out.total + parts[i].draft;
-      out.bad |= parts[i].bad != 0;
     }
     out.of_drawn = load_as<double>(probs.dtype, row, drawn);
   } else {
@@ -97,8 +96,9 @@ __device__ inline void keep_longest(const Verify& call, int64_t b) {
   state.kept = 0;
   for (int64_t i = 1; i <= state.usable; ++i) {
     const RowState& row = call.states[b * call.rows + i];
-    const double below = row.surplus + 1.0 - row.ratio;
-    const double chance = i == state.usable ? row.ratio : below > 0 ? Divisor(below).under(row.surplus) : 1.0;
+    const double surplus = i < state.usable ? call.surpluses[b * call.rows + i] : 0.0;
+    const double below = surplus + 1.0 - row.ratio;
+    const double chance = i == state.usable ? row.ratio : below > 0 ? Divisor(below).under(surplus) : 1.0;
     if (uniform_at(call.args, b, i - 1) < chance) {
       state.kept = i;
       state.scale = row.ratio;
@@ -113,7 +113,7 @@ __device__ inline void keep_longest(const Verify& call, int64_t b) {
 __device__ inline void decide(const Verify& call, const Request& request, int64_t b) {
   RequestState state{1.0, 0, 0, -1, request.given && !request.good ? kBadParameter : 0, 0};
   if (request.live()) {
-    for (int64_t j = warp_index(); j <= request.limit; j += warps_of_block()) {
+    for (int64_t j = share_of_warp(); j <= request.limit; j += warps_of_block()) {
       const RowState row = joined_row(call, request, b, j);
       if (lane_index() == 0) {
         call.states[b * call.rows + j] = row;

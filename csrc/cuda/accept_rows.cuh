@@ -11,13 +11,12 @@ enum AcceptStatus : int32_t { kNanLogits = 1, kUndecided = 2, kBadParameter = 4,
 // Of a part of a verify row: the largest logit and its lowest id, the masses against it, sums of the draft's row.
 struct RowPart {
   double top, mass, draft, surplus;
-  int64_t first;
-  int32_t nan, bad;
+  int64_t first, nan;
 };
 
 // Of a verify row: `p` and `q` are those of the candidate it judges, `ratio` is the product P of those before it.
 struct RowState {
-  double top, total, draft, p, q, ratio, surplus;
+  double top, total, draft, p, q, ratio;
   int64_t best;
   int32_t flags, usable;
 };
@@ -38,6 +37,7 @@ struct Verify {
   int64_t rows, parts, vocab;
   Cut* cuts;  // [B, R], or null
   RowState* states;
+  double* surpluses;  // [B, R]: the sums S of block verification
   RowPart* row_parts;
   RequestState* requests;
   RacePart* races;

@@ -32,7 +32,7 @@ __device__ Best race(const double* weight, int64_t first, const DrawKey& draw) {
 
 // A block takes a part of a verify row and of its draft, which are read once: 14.9 MB for 8 fp32 rows of 248,320 and
 // their 7 drafts are the floor (time: not measured). The last block of a request decides.
-__global__ void __launch_bounds__(kPartThreads) accept_rows_kernel(const Verify call) {
+__global__ void __launch_bounds__(kPartThreads, 2) accept_rows_kernel(const Verify call) {
   DMTP_SHARED(Bests, tops);
   DMTP_SHARED(Totals, totals);
   DMTP_SHARED(int, last);
@@ -68,12 +68,12 @@ __global__ void __launch_bounds__(kPartThreads) accept_rows_kernel(const Verify 
           bad |= each[i] < 0;
         }
       }
-      // no distribution: a sum that is no number
+      // one below 0 is no distribution, nor is a sum of -inf or NaN
       draft = bad ? -kInfinity : draft;
       block_sum(mass, draft, totals);
     }
     if (threadIdx.x == 0) {
-      call.row_parts[blockIdx.x] = {top.score, mass, draft, 0, top.id, nan, 0};
+      call.row_parts[blockIdx.x] = {top.score, mass, draft, 0, top.id, nan};
     }
   }
   if (last_to_come(call.counters + b, call.rows * call.parts, last)) {
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kPartThreads, 2) accept_surplus_kernel(const V
   if (!last_to_come(call.counters + b, (call.rows - 2) * call.parts, last) || !request.sampled()) {
     return;
   }
-  for (int64_t i = warp_index() + 1; i < usable; i += warps_of_block()) {
+  for (int64_t i = share_of_warp() + 1; i < usable; i += warps_of_block()) {
     const RowPart* parts = call.row_parts + (b * call.rows + i) * call.parts;
     double surplus = 0;
     for (int64_t k = lane_index(); k < call.parts; k += kLanes) {
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kPartThreads, 2) accept_surplus_kernel(const V
     }
     surplus = warp_sum(surplus);
     if (lane_index() == 0) {
-      call.states[b * call.rows + i].surplus = surplus;
+      call.surpluses[b * call.rows + i] = surplus;
     }
   }
   __syncthreads();
@@ -205,11 +205,17 @@ const char* accept_sampled(const Scratched<AcceptSampled>& given, void* stream) 
   if (batch == 0) {
     return nullptr;
   }
-  Verify call{args, rows, parts, vocab, nullptr, nullptr, nullptr, nullptr, nullptr, given.counters};
+  Verify call{};
+  call.args = args;
+  call.rows = rows;
+  call.parts = parts;
+  call.vocab = vocab;
+  call.counters = given.counters;
   auto* const start = static_cast<char*>(given.memory);
   char* memory = start;
   call.requests = taken<RequestState>(memory, batch);
   call.states = taken<RowState>(memory, batch * rows);
+  call.surpluses = taken<double>(memory, batch * rows);
   call.row_parts = taken<RowPart>(memory, batch * rows * parts);
   call.races = taken<RacePart>(memory, batch * parts);
   Cut* cuts = taken<Cut>(memory, batch * rows);

@@ -173,6 +173,11 @@ __device__ inline int warps_of_block() {
   return static_cast<int>(blockDim.x) / kLanes;
 }
 
+// Which share of a block's work a warp takes: the first warp, which goes on with the results, takes the last one.
+__device__ inline int share_of_warp() {
+  return warps_of_block() - 1 - warp_index();
+}
+
 // What each warp of a block found, in shared memory; used once.
 struct Bests {
   Best of[32];

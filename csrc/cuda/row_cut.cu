@@ -68,7 +68,7 @@ __device__ void choose(const Sums& sums, uint64_t target, double share, bool of_
     return;
   }
   int bin = lane * kEach + kEach - 1;
-  while (above + sums.of[bin] < target) {
+  while (bin > lane * kEach && above + sums.of[bin] < target) {
     above += sums.of[bin--];
   }
   chosen = {static_cast<uint64_t>(bin), target - above, sums.of[bin]};
@@ -136,12 +136,8 @@ class Row {
     // equal entries have equal masses
     const uint64_t each = by_mass ? mass_of(of_key(dtype_, key)) : 1;
     auto needed = static_cast<uint64_t>(Divisor(static_cast<double>(each)).under(static_cast<double>(target)));
-    while (needed * each < target) {
-      ++needed;
-    }
-    while ((needed - 1) * each >= target) {
-      --needed;
-    }
+    // few enough that the quotient is off by less than one
+    needed += needed * each < target;
     if (room.chosen.inside == needed * each) {
       return {key, key == cut.key ? cut.id : kEveryId};
     }

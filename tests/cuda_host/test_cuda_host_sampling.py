@@ -10,6 +10,7 @@ import torch
 
 from dmtp_kernels.ops import _workspace
 from dmtp_kernels.ops.accept import cuda as accept_cuda
+from dmtp_kernels.ops.accept.spec import BLOCK
 from dmtp_kernels.ops.sample import cuda as sample_cuda
 from tests.cuda_host import host
 from tests.cuda_host.cases import Compared
@@ -97,6 +98,14 @@ def round_of(draft: str, filtered: bool, dtype: torch.dtype = FP32, vocab: int =
     )  # fmt: skip
 
 
+def short_of_three(draw: int) -> tuple[Any, ...]:
+    """Requests some of which keep no candidate, by sums over rows that more warps than the deciding one have made."""
+    made = list(BLOCK.cases[0].make(torch.Generator().manual_seed(draw)))
+    made[:3] = made[0][:, :4], made[1][:, :4], torch.ones_like(made[2])
+    made[7] = made[7][:, :3]
+    return tuple(made)
+
+
 def same_under(schedules: range, op: str, inputs: tuple[Any, ...], scratch: Scratch) -> None:
     compared = Compared(op, inputs)
     for seed in schedules:
@@ -127,8 +136,9 @@ def test_rounds_of_other_dtypes(dtype: torch.dtype, scratch: Scratch) -> None:
 
 def test_without_any_barrier_some_schedule_differs() -> None:
     few = tuple(x[[4, 8]] if isinstance(x, torch.Tensor) else x for x in rows(BF16, True))
-    calls = [(op, round_of("dense", True, vocab=2100)) for op in OPS[1:]]
-    every = [Compared(op, inputs) for op, inputs in (("sample_rows", few), *calls)]
+    calls = [("sample_rows", few), *((op, round_of("dense", True, vocab=700)) for op in OPS[1:])]
+    calls += [("accept_block", short_of_three(draw)) for draw in (10, 20, 21, 22)]
+    every = [Compared(op, inputs) for op, inputs in calls]
     host.barriers()
     assert all(one.differs(0) is None for one in every)
     barriers = host.barriers()

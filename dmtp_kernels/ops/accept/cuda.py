@@ -8,7 +8,7 @@ from dmtp_kernels import backends
 from dmtp_kernels.ops._workspace import counters, workspace
 from dmtp_kernels.ops.sample.cuda import COLUMNS
 
-_REQUEST, _ROW, _CUT, _ROW_PART, _RACE_PART = 40, 72, 16, 48, 32
+_REQUEST, _ROW, _CUT, _ROW_PART, _RACE_PART = 40, 64 + 8, 16, 48, 32
 """Bytes of the structs that csrc/cuda/accept_rows.cuh keeps."""
 
 
