@@ -21,8 +21,8 @@ _PYTHON_FORMS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {}
 def supports(name: str, *inputs: Any, **keywords: Any) -> str | None:
     """Why op `name` cannot take these inputs, or None when it can.
 
-    The arguments are those of `torch.ops.dmtp.<name>`, by position or by keyword; with an `LMHead` or a `Fusion` among
-    them, those of the op's Python function.
+    The arguments are those of `torch.ops.dmtp.<name>`, by position or by keyword; with an `LMHead`, a `Fusion` or a
+    scale as a number among them, those of the op's Python function.
     """
     op = _library._OPS.get(name)
     if op is None:
@@ -57,6 +57,9 @@ def _taken(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> list[An
         given = dict(zip(positional, inputs, strict=False)) | keywords
         return [given.get(a.name, a.default_value) for a in arguments]
     except (RuntimeError, TypeError) as error:
+        values = _as_python(op, inputs, keywords)
+        if values is not None:
+            return values
         for argument in arguments:
             reason = _refused(argument, given)
             if reason is not None:
@@ -64,6 +67,24 @@ def _taken(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> list[An
         # the dispatcher's first line names the argument, the others repeat the schema
         raise TypeError(str(error).partition("\n")[0]) from None
     raise AssertionError(f"{op.name}: the dispatcher did not reach it")
+
+
+def _as_python(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any] | None:
+    """The values that the op's Python function makes of a call; None where it refuses the call, or there is none."""
+    function, _ = _PYTHON_FORMS.get(op.name, (None, ()))
+    if function is None:
+        return None
+    try:
+        with _StopAt(op):
+            function(*inputs, **keywords)
+    except _Reached as reached:
+        values, named = reached.args
+        arguments = op.functional._schema.arguments
+        given = {a.name: value for a, value in zip(arguments, values, strict=False)} | named
+        return [given.get(a.name, a.default_value) for a in arguments]
+    except (RuntimeError, ValueError, TypeError):
+        return None
+    raise AssertionError(f"{op.name}: its Python function does not call it")
 
 
 def _refused(argument: Any, given: dict[str, Any]) -> str | None:
@@ -86,7 +107,8 @@ def _refused(argument: Any, given: dict[str, Any]) -> str | None:
 
 
 def takes_packed(*kinds: type) -> Callable[[_Function], _Function]:
-    """Decorator of an op's Python function of the same name that takes objects of `kinds` in place of their tensors."""
+    """Decorator of an op's Python function of the same name that takes more than the op: objects of `kinds` in place of
+    their tensors, numbers for tensors."""
 
     def record(function: _Function) -> _Function:
         _PYTHON_FORMS[function.__name__] = (function, kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +30,7 @@ IdsOption = Annotated[
 ]
 PromptOption = Annotated[str | None, typer.Option(help="a prompt as token ids, 1,2,3")]
 IdsFileOption = Annotated[Path | None, typer.Option(help="file of prompts as token ids, 1,2,3, one a line")]
+_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*")
 _MOST_BYTES = 1 << 26
 
 
@@ -145,10 +147,10 @@ def given(context: typer.Context, name: str) -> bool:
 
 def parse_ids(text: str, what: str = "ids:") -> tuple[int, ...]:
     """Token ids of `1,2,3`; `what` begins the error."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"{what} is {text[:80]!r}, must be numbers between commas") from None
+    parts = text.split(",")
+    if not all(_NUMBER.fullmatch(part) for part in parts):
+        raise ValueError(f"{what} is {text[:80]!r}, must be numbers between commas")
+    return tuple(map(int, parts))
 
 
 def print_ids(completions: list[Completion]) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
+from dmtp_kernels._files import check_file
 from dmtp_kernels.cli_formats import (
     BlockOption,
     DrafterOption,
@@ -29,6 +30,7 @@ from dmtp_kernels.cli_formats import (
 )
 from dmtp_kernels.decode.evaluate import add_to_record, compare, read_record
 from dmtp_kernels.decode.method import SHIPPED
+from dmtp_kernels.decode.profile_files import figure_class
 from dmtp_kernels.decode.stack import get_method
 from dmtp_kernels.models.checkpoint import EMBEDDED
 from dmtp_kernels.training.data import held_out_prompts
@@ -78,8 +80,9 @@ def compare_command(
         return
     if not 1 <= batch <= MOST_ROWS:
         raise ValueError(f"batch: is {batch}, must be between 1 and {MOST_ROWS}")
-    if plot is not None and (plot.suffix != ".png" or not plot.absolute().parent.is_dir()):
-        raise ValueError(f"plot: is {plot}, must be a .png in a directory that exists")
+    if plot is not None:
+        check_file("plot", plot, (".png",))
+        figure_class()
     if record:
         if target is not None:
             raise ValueError("record: is of a --checkpoint, --target has none")
@@ -161,6 +164,8 @@ def train_command(
         return
 
     names = [name.strip() for name in methods.split(",") if name.strip()] or None
+    if methods and names is None:
+        raise ValueError("methods: names none")
     print(run_training(out or Path("runs/tiny"), seed=seed, budget=budget, methods=names, resume=resume))
 
 
@@ -181,6 +186,7 @@ def _compare_all(runs: Path, out: Path, prompts: int, max_new_tokens: int) -> No
     from dmtp_kernels.training.ablation.tables import Figures
 
     check_matplotlib()
+    out.mkdir(parents=True, exist_ok=True)
     result = measure_all(runs, prompts=prompts, max_new_tokens=max_new_tokens)
     where = f"--runs {shlex.quote(str(runs))} --out {shlex.quote(str(out))}"
     command = f"dmtp train --all --out {shlex.quote(str(runs))} && dmtp compare --all {where}"

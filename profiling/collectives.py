@@ -52,7 +52,7 @@ class _Rank:
             return torch.randn(*shape, generator=generator)
 
         weight, self.table = normal(_V, _H), normal(_V, _H)
-        self.fusion = Fusion.residual(normal(_H, 2 * _H) * 0.1, normal(_H), normal(_H))
+        self.fusion = Fusion.residual(normal(_H, 2 * _H) * 0.1, norm_m=normal(_H), norm_e=normal(_H))
         self.anchors = torch.arange(_BATCH)
         self.hidden = {"t1": normal(_BATCH, _H), "draft_head": normal(_BATCH * _DRAFTED, _H)}
         self.hidden["target"] = normal(_BATCH * _SLOTS, _H)

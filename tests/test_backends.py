@@ -166,6 +166,8 @@ def test_a_forced_backend_never_falls_back() -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="name: no backend 'tpu', must be one of triton, cuda, cpu, reference, flash"):
         backends.use_backend("tpu")
+    with pytest.raises(ValueError, match=r"ops: no op 't1_prep', must be among "):
+        backends.use_backend("cpu", "t1_prep")
     with pytest.raises(ValueError, match=r"implementations: unknown backend \['tpu'\]"):
         backends.register(OP, {"tpu": "module:function"})
     register("reference")

@@ -105,6 +105,7 @@ def test_bad_input_is_one_line(exported: tuple[Path, Path], tmp_path: Path) -> N
         (("export", "--output", tmp_path, "--method", "eagle"), "'eagle'"),
         (("export", "--output", tmp_path, "--dtype", "int8"), "dtype: is 'int8'"),
         (("export", "--output", path), str(path)),
+        (("generate", "--ids", "1_0", "--target", out / "target"), "ids: is '1_0'"),
         (("generate", "x", "--drafter", out / "drafter"), "target: is missing"),
         (("generate", "x", "--block-size", 8), "target: is missing"),
         (("generate", "x", "--target", out / "target", "--drafter", out / "drafter", "--block-size", 9), "drafter's 8"),

@@ -79,7 +79,7 @@ class Inputs:
     def fusion(self) -> Fusion:
         norm_e, norm_m = (self.normal(HIDDEN, std=0.1) + 1 for _ in range(2))
         projection = self.normal(HIDDEN, 2 * HIDDEN, std=HIDDEN**-0.5)
-        return Fusion.residual(projection, norm_m, norm_e, eps_e=1e-6, eps_m=1e-6)
+        return Fusion.residual(projection, norm_m=norm_m, norm_e=norm_e, eps_e=1e-6, eps_m=1e-6)
 
     def fused_t1_prep(self, batch: int) -> tuple[Any, ...]:
         anchors, hidden = self.integers(0, self.vocab, batch), self.normal(batch, HIDDEN)

@@ -44,7 +44,7 @@ class Stage:
         self.embedding = self._random(vocab, hidden, std=1.0)
         self.projection = self._random(hidden, 2 * hidden, std=hidden**-0.5)
         self.norm_e, self.norm_m = self._random(hidden, std=0.1) + 1, self._random(hidden, std=0.1) + 1
-        self.fusion = Fusion.residual(self.projection, self.norm_m, self.norm_e, eps_e=_EPS, eps_m=_EPS)
+        self.fusion = Fusion.residual(self.projection, norm_m=self.norm_m, norm_e=self.norm_e, eps_e=_EPS, eps_m=_EPS)
         self.heads = {name: self._head(name) for name in formats}
 
     def _random(self, *shape: int, std: float) -> torch.Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,10 @@ class Runner(ABC):
             if index < first:
                 continue
             if saved and index == first:
-                for prefix, module in self.modules().items():
-                    module.load_state_dict(saved["weights"][prefix])
+                self._restore(partial(self._load_weights, saved["weights"]))
             optimizer = Optimizer(trained, adam_lr=self.adam_lr)
             if saved and index == first:
-                optimizer.restore(saved["optimizer"])
+                self._restore(partial(optimizer.restore, saved["optimizer"]))
             self._stage(index, optimizer, begun if index == first else 0)
             self.leave(index)
 
@@ -161,16 +160,36 @@ class Runner(ABC):
         torch.save(state, buffer)
         write_atomically(self.out / "state.pt", buffer.getvalue())
 
+    def _load_weights(self, weights: dict[str, dict[str, torch.Tensor]]) -> None:
+        for prefix, module in self.modules().items():
+            module.load_state_dict(weights[prefix])
+
+    def _restore(self, load: Callable[[], None]) -> None:
+        try:
+            load()
+        except Exception as error:
+            raise _damaged(self.out / "state.pt", error) from error
+
     def _load(self) -> dict[str, Any] | None:
         path = self.out / "state.pt"
-        if not path.is_file():
+        if not path.exists():
             return None
         try:
             saved = torch.load(path, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise TrainingError(f"training: {path} cannot be read ({str(error).splitlines()[0]})") from error
-        if saved["key"] != self.key:
+            key, stage, step = saved["key"], saved["stage"], saved["step"]
+            missing = {"weights", "optimizer", "curves", "sums", "elapsed"} - saved.keys()
+            whole = not missing and 0 <= stage < len(self.steps) and 0 < step <= self.steps[stage]
+        except Exception as error:  # damage shows as anything
+            raise _damaged(path, error) from error
+        if key != self.key:
             raise TrainingError(
                 f"training: {path} belongs to another seed, budget, corpus or set of methods; choose another directory"
             )
-        return saved
+        if not whole:
+            raise _damaged(path, "a part is missing, or its step is none of the run's")
+        return dict(saved)
+
+
+def _damaged(path: Path, reason: Exception | str) -> TrainingError:
+    told = (str(reason).splitlines() or [""])[0] or type(reason).__name__
+    return TrainingError(f"training: {path} cannot be read ({told}); remove it to begin again")

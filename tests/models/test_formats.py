@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -343,3 +345,46 @@ def test_configurations_are_json_that_others_read(tmp_path: Path) -> None:
         config = json.loads((write(tmp_path / kind, kind) / "config.json").read_text())
         assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
         assert config["dtype"] == "float32"
+
+
+def test_values_that_no_reader_takes_are_not_written(tmp_path: Path) -> None:
+    mtp = MTP(MTPConfig(TARGET.layer))
+    with torch.no_grad():
+        mtp.fc.weight[0, 0] = 1e6
+    with pytest.raises(ValueError, match=r"mtp.fc.weight: holds values that are not finite in torch.float16"):
+        save_mtp(tmp_path, mtp, TARGET, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"dtype: is torch.int8, must be a floating type"):
+        save_mtp(tmp_path, mtp, TARGET, dtype=torch.int8)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shards_of_another_model_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds model.safetensors.index.json, the shards of another model"):
+        save_mtp(tmp_path, MTP(MTPConfig(TARGET.layer)), TARGET)
+
+
+def test_weights_are_as_readable_as_their_configuration(tmp_path: Path) -> None:
+    save_mtp(tmp_path, MTP(MTPConfig(TARGET.layer)), TARGET)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes.keys() == {"model.safetensors", "config.json"} and len(set(modes.values())) == 1
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    mtp = MTP(MTPConfig(TARGET.layer))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match=r"model.safetensors"):
+            save_mtp(tmp_path, mtp, TARGET)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".tmp")]
+
+
+def test_a_name_that_is_too_long_is_no_checkpoint(tmp_path: Path) -> None:
+    for read in (read_mtp, read_qwen3):
+        with pytest.raises(CheckpointError, match="File name too long"):
+            read(tmp_path / ("x" * 300))

@@ -40,7 +40,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def _fusion(dtype: torch.dtype) -> Fusion:
-    return Fusion.residual(random(E, E + H, seed=2, dtype=dtype) * 0.1, random(H, seed=3).to(dtype), random(E, seed=4))
+    return Fusion.residual(
+        random(E, E + H, seed=2, dtype=dtype) * 0.1, norm_m=random(H, seed=3).to(dtype), norm_e=random(E, seed=4)
+    )
 
 
 def _cut(weight: torch.Tensor, rank: int, world: int, **options: Any) -> LMHead:
@@ -128,7 +130,7 @@ def _large_ids() -> Case:
 
     head = pack_lm_head(weight, id_offset=total - rows)
     table = random(total, 4, seed=1)
-    fusion = Fusion.residual(random(4, H, seed=2), random(H, seed=3))
+    fusion = Fusion.residual(random(4, H, seed=2), norm_m=random(H, seed=3))
     return Case(torch.arange(B), hidden, head, table, fusion, shard, {"mask_id": total - 1})
 
 

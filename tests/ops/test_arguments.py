@@ -30,7 +30,7 @@ from dmtp_kernels.ops.t1_prep.distributed import fused_t1_prep_sharded
 
 W = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 HEAD, ONE = pack_lm_head(W, capacity=4), torch.ones(1, dtype=torch.int64)
-RESIDUAL = Fusion.residual(W[:32], torch.ones(32))
+RESIDUAL = Fusion.residual(W[:32], norm_m=torch.ones(32))
 
 
 def prep(hidden: Any = W[:1], head: Any = HEAD, table: Any = W, fusion: Any = RESIDUAL, **options: Any) -> Any:
@@ -49,8 +49,8 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "factors": (lambda: pack_lm_head(W, format="low_rank", factors=[W]), "factors: has 1 entries"),  # type: ignore[arg-type]
     "capacity": (lambda: pack_lm_head(W, capacity=1.5), "capacity: is 1.5"),  # type: ignore[arg-type]
     "valid": (lambda: pack_lm_head(W, num_valid=True), "num_valid: is True"),
-    "matrix": (lambda: Fusion.residual([1], torch.ones(32)), "weight: is a list"),  # type: ignore[arg-type]
-    "eps": (lambda: Fusion.residual(W, torch.ones(32), eps_m=float("nan")), "eps_m: is nan"),
+    "matrix": (lambda: Fusion.residual([1], norm_m=torch.ones(32)), "weight: is a list"),  # type: ignore[arg-type]
+    "eps": (lambda: Fusion.residual(W, norm_m=torch.ones(32), eps_m=float("nan")), "eps_m: is nan"),
     "table": (
         lambda: fused_t1_prep(torch.zeros(1).long(), W[:1], pack_lm_head(W), None, Fusion(), mask_id=1),  # type: ignore[arg-type]
         "embedding: is a NoneType",
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "head.weight: is on meta, must be on cpu like anchor_ids",
     ),
     "device of norm": (
-        lambda: prep(fusion=Fusion.residual(W[:32].to("meta"), torch.ones(32, device="meta"))),
+        lambda: prep(fusion=Fusion.residual(W[:32].to("meta"), norm_m=torch.ones(32, device="meta"))),
         "fusion.weight: is on meta, must be on cpu like anchor_ids",
     ),
     "head device": (
@@ -129,8 +129,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fused_t1_prep_sharded(ONE, W[:1], HEAD, W, RESIDUAL, mask_id=None),  # type: ignore[arg-type]
         "mask_id: is None",
     ),
-    "norm": (lambda: Fusion.residual(W[:32], torch.ones(32), offset_m=None), "offset_m: is None, must be a number"),
-    "eps text": (lambda: Fusion.residual(W[:32], torch.ones(32), eps_m="1"), "eps_m: is '1'"),
+    "norm": (
+        lambda: Fusion.residual(W[:32], norm_m=torch.ones(32), offset_m=None),
+        "offset_m: is None, must be a number",
+    ),
+    "eps text": (lambda: Fusion.residual(W[:32], norm_m=torch.ones(32), eps_m="1"), "eps_m: is '1'"),
     "codes": (lambda: head_with(codes=[1]), "codes: is a list"),
     "rows of head": (lambda: head_with(num_valid=None), "num_valid: is None"),
     "scan": (lambda: head_with(full_scan=1), "full_scan: is a int"),
@@ -208,7 +211,7 @@ NOT_TAKEN: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "text": ((), {"window": "3"}, "window: is '3', must be int or None"),
     "float": ((), {"scale": "1"}, "scale: is '1', must be float or None"),
     "str": ((), {"window_ref": None}, "window_ref: is None, must be str"),
-    "tensor": ((), {"k_scale": 0.5}, "k_scale: is a float, must be a tensor or None"),
+    "tensor": ((), {"sink": 0.5}, "sink: is a float, must be a tensor or None"),
 }
 
 
@@ -261,6 +264,17 @@ def test_supports_refuses_what_the_call_refuses(name: str) -> None:
 def test_supports_takes_the_scalars_that_the_call_takes(keywords: dict[str, Any]) -> None:
     torch.ops.dmtp.block_attention(*ATTENTION, **keywords)
     assert dmtp_kernels.supports("block_attention", *ATTENTION, **keywords) is None
+
+
+def test_supports_takes_the_numbers_that_a_python_function_takes() -> None:
+    # values that the op itself takes as tensors
+    assert dmtp_kernels.supports("block_attention", *ATTENTION, k_scale=0.5, v_scale=0.5) is None
+    reason = dmtp_kernels.supports("block_attention", *ATTENTION, k_scale=float("nan"))
+    assert reason == "k_scale: is a float, must be a tensor or None"
+    rows, cache, index = torch.zeros(1, 1, 1, 8), torch.zeros(4, 1, 8), torch.zeros(1, 1).long()
+    commit = ([rows], [rows], [cache], [cache], index[0], index)
+    assert dmtp_kernels.supports("commit_kv", *commit, k_scale=0.5, k_norm=torch.ones(8)) is None
+    assert dmtp_kernels.supports("commit_kv", *commit, k_scale="0.5") is not None
 
 
 def test_supports_names_what_is_wrong_in_a_list() -> None:

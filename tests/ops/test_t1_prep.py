@@ -27,17 +27,19 @@ def make_fusion(name: str, dtype: torch.dtype = torch.float32, width: int = E, h
     eps: dict[str, Any] = {"eps_e": 1e-2, "eps_m": 1e-3, "offset_e": 1.0, "offset_m": 0.0}
     wide = random(width, width + hidden, seed=4, dtype=dtype) * 0.2
     if name == "residual":
-        return Fusion.residual(wide, norm_m, norm_e, **eps)
+        return Fusion.residual(wide, norm_m=norm_m, norm_e=norm_e, **eps)
     if name == "replace":
-        return Fusion.replace(wide, norm_e, norm_m, **eps)
+        return Fusion.replace(wide, norm_e=norm_e, norm_m=norm_m, **eps)
     if name == "low rank":
-        return Fusion.residual_low_rank(wide[:R], random(width, R, seed=5, dtype=dtype), norm_m, norm_e, **eps)
+        return Fusion.residual_low_rank(
+            wide[:R], random(width, R, seed=5, dtype=dtype), norm_m=norm_m, norm_e=norm_e, **eps
+        )
     if name == "low rank alone":
-        return Fusion.residual_low_rank(wide[:R, width:], random(width, R, seed=5, dtype=dtype), norm_m, **eps)
+        return Fusion.residual_low_rank(wide[:R, width:], random(width, R, seed=5, dtype=dtype), norm_m=norm_m, **eps)
     if name == "alone":
-        return Fusion.residual(wide[:, width:], norm_m, **eps)
+        return Fusion.residual(wide[:, width:], norm_m=norm_m, **eps)
     if name == "masks":
-        return Fusion.residual(wide[:, width:], norm_m, slots="masks", **eps)
+        return Fusion.residual(wide[:, width:], norm_m=norm_m, slots="masks", **eps)
     return Fusion.none()
 
 

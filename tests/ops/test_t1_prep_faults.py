@@ -37,8 +37,8 @@ def test_row_030_concat_order_is_embedding_first() -> None:
     table, h = random(V, 8), random(2, 8, seed=1)
     norm_e, norm_m = torch.full((8,), 2.0), torch.full((8,), 0.5)
     eye, zero = torch.eye(8), torch.zeros(8, 8)
-    first = fuse(table, h, Fusion.replace(torch.cat([eye, zero], 1), norm_e, norm_m), [5, 6])[2][:, 0]
-    second = fuse(table, h, Fusion.replace(torch.cat([zero, eye], 1), norm_e, norm_m), [5, 6])[2][:, 0]
+    first = fuse(table, h, Fusion.replace(torch.cat([eye, zero], 1), norm_e=norm_e, norm_m=norm_m), [5, 6])[2][:, 0]
+    second = fuse(table, h, Fusion.replace(torch.cat([zero, eye], 1), norm_e=norm_e, norm_m=norm_m), [5, 6])[2][:, 0]
     torch.testing.assert_close(first.double(), truth(table[[5, 6]], norm_e), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(second.double(), truth(h, norm_m), rtol=1e-6, atol=1e-6)
 
@@ -48,7 +48,7 @@ def test_row_031_hidden_before_or_after_the_final_norm_is_the_callers() -> None:
     table, raw = random(V, 16), random(3, 16, seed=1)
     final = torch.linspace(0.1, 1.9, 16)
     normed = truth(raw, final).float()
-    fusion = Fusion.residual(random(16, 16, seed=2), torch.ones(16))
+    fusion = Fusion.residual(random(16, 16, seed=2), norm_m=torch.ones(16))
     head = pack_lm_head(random(V, 16, seed=3))
     anchor = torch.arange(3)
     a = fused_t1_prep(anchor, normed, head, table, fusion, mask_id=MASK)
@@ -64,7 +64,7 @@ def test_row_033_each_stream_gets_exactly_one_norm() -> None:
     table = random(V, 64, seed=1)
     zero, eye = torch.zeros(64, 64), torch.eye(64)
     for matrix, source in ((torch.cat([eye, zero], 1), table[:4]), (torch.cat([zero, eye], 1), x)):
-        got = fuse(table, x, Fusion.replace(matrix, g, g), [0, 1, 2, 3])[2][:, 0].double()
+        got = fuse(table, x, Fusion.replace(matrix, norm_e=g, norm_m=g), [0, 1, 2, 3])[2][:, 0].double()
         once, twice = truth(source, g), truth(truth(source, g), g)
         assert (got - once).norm() / once.norm() < 1e-6
         assert (got - twice).norm() / once.norm() > 0.1 and (got - source).norm() / once.norm() > 0.1
@@ -75,7 +75,7 @@ def test_row_034_the_hidden_that_predicted_t1() -> None:
     table = random(V, 8)
     ramp = torch.arange(8.0)
     target, predictor, after = (ramp * f + f for f in (1.0, 2.0, 3.0))
-    fusion = Fusion.residual(torch.eye(8), torch.ones(8), eps_m=1.0)
+    fusion = Fusion.residual(torch.eye(8), norm_m=torch.ones(8), eps_m=1.0)
     got = fuse(table, predictor[None], fusion, [4])[2][0, 0]
     torch.testing.assert_close(
         got.double(), table[4].double() + truth(predictor, torch.ones(8), 1.0), rtol=1e-6, atol=1e-6
@@ -87,7 +87,7 @@ def test_row_034_the_hidden_that_predicted_t1() -> None:
 def test_row_035_no_position_is_special() -> None:
     # vllm#33299: the embedding at position 0 was zeroed; the op knows no positions, row 0 is like row 5
     table, h = random(V, 8), random(1, 8, seed=1).expand(6, 8)
-    out = fuse(table, h, Fusion.residual(random(8, 16), torch.ones(8), torch.ones(8)), [17] * 6)[2]
+    out = fuse(table, h, Fusion.residual(random(8, 16), norm_m=torch.ones(8), norm_e=torch.ones(8)), [17] * 6)[2]
     assert torch.equal(out[0, 0], out[5, 0]) and (out[0, 0] != 0).all()
     assert torch.equal(fuse(table, h, Fusion(), [17] * 6)[2][0, 0], table[17])
 
@@ -99,7 +99,7 @@ def test_row_037_sentinels_never_reach_the_table(ranks: int) -> None:
     table = around[10 : 10 + V]
     table.copy_(random(V, 64))
     t1 = torch.tensor([5, -1, V - 1, V, 2**31 - 1])
-    fusion = Fusion.residual(random(64, 128), torch.ones(64), torch.ones(64))
+    fusion = Fusion.residual(random(64, 128), norm_m=torch.ones(64), norm_e=torch.ones(64))
     plain, fused = torch.zeros(5, 8, 64), torch.zeros(5, 8, 64)
     for rank in range(ranks):
         rows = V // ranks
@@ -148,15 +148,15 @@ def test_row_041_strides() -> None:
     base = random(4, 256, seed=1)
     table = random(V, 64)
     weight = random(64, 128, seed=2)
-    fusion = Fusion.residual(weight, torch.ones(64), torch.ones(64))
+    fusion = Fusion.residual(weight, norm_m=torch.ones(64), norm_e=torch.ones(64))
     for h in (base[:, :128:2], random(64, 4).t()):
         with pytest.raises(ValueError, match="h_mtp: last dimension has stride"):
             fuse(table, h, fusion, [1, 2, 3, 4])
     with pytest.raises(ValueError, match="weight: last dimension has stride"):
-        Fusion.residual(random(128, 64).t(), torch.ones(64), torch.ones(64))
+        Fusion.residual(random(128, 64).t(), norm_m=torch.ones(64), norm_e=torch.ones(64))
     wide = torch.full((64, 200), float("nan"))
     wide[:, :128] = weight
-    strided = Fusion.residual(wide[:, :128], torch.ones(64), torch.ones(64))
+    strided = Fusion.residual(wide[:, :128], norm_m=torch.ones(64), norm_e=torch.ones(64))
     want = fuse(table, base[:, :64].contiguous(), fusion, [1, 2, 3, 4])[2]
     assert torch.equal(fuse(table, base[:, :64], strided, [1, 2, 3, 4])[2], want)
 
@@ -165,7 +165,7 @@ def test_row_041_strides() -> None:
 def test_row_042_squares_beyond_fp16(dtype: torch.dtype, value: float) -> None:
     # onnxruntime#29034: 300 squared is inf in fp16, so every output became 0
     h = torch.full((1, 4096), value, dtype=dtype)
-    fusion = Fusion.residual(torch.eye(4096)[:8].to(dtype), torch.full((4096,), 1.5, dtype=dtype))
+    fusion = Fusion.residual(torch.eye(4096)[:8].to(dtype), norm_m=torch.full((4096,), 1.5, dtype=dtype))
     _, _, embeds, certified = fuse(torch.zeros(V, 8, dtype=dtype), h, fusion, [1])
     assert (embeds[0, 0] == 1.5).all() and certified.all()
 
@@ -173,7 +173,7 @@ def test_row_042_squares_beyond_fp16(dtype: torch.dtype, value: float) -> None:
 def test_row_042_squares_beyond_fp32_are_finite_and_flagged() -> None:
     h = torch.full((2, 4096), 1e19, dtype=torch.bfloat16)
     h[1] = 1.0
-    fusion = Fusion.residual(torch.eye(4096)[:8].bfloat16(), torch.ones(4096).bfloat16())
+    fusion = Fusion.residual(torch.eye(4096)[:8].bfloat16(), norm_m=torch.ones(4096).bfloat16())
     _, _, embeds, certified = fuse(torch.zeros(V, 8).bfloat16(), h, fusion, [1, 2])
     assert embeds.isfinite().all() and certified.tolist() == [False, True]
 
@@ -197,7 +197,7 @@ def test_row_045_hidden_of_any_size(hidden: int) -> None:
     table = random(V, width, dtype=torch.bfloat16)
     weight = random(width, width + hidden, seed=2, dtype=torch.bfloat16) * hidden**-0.5
     norm_e, norm_m = random(width, seed=3).bfloat16(), random(hidden, seed=4).bfloat16()
-    got = fuse(table, h, Fusion.residual(weight, norm_m, norm_e), [4, 9])[2][:, 0]
+    got = fuse(table, h, Fusion.residual(weight, norm_m=norm_m, norm_e=norm_e), [4, 9])[2][:, 0]
     rows = table[[4, 9]]
     want = rows.double() + torch.cat([truth(rows, norm_e), truth(h, norm_m)], 1) @ weight.double().T
     torch.testing.assert_close(got, want.bfloat16(), rtol=2**-8, atol=2**-8)
@@ -208,7 +208,7 @@ def test_row_046_every_row_is_done(batch: int) -> None:
     # vllm-ascend#5012: rows beyond a capped grid were never normalised
     table, h = random(V, 8), random(batch, 8, seed=1)
     weight = random(8, 8, seed=2)
-    fusion = Fusion.residual(weight, torch.ones(8))
+    fusion = Fusion.residual(weight, norm_m=torch.ones(8))
     got = fuse(table, h, fusion, [i % V for i in range(batch)])[2]
     want = table[torch.arange(batch) % V].double() + truth(h, torch.ones(8)) @ weight.double().T
     torch.testing.assert_close(got[:, 0].double(), want, rtol=1e-5, atol=1e-5)
@@ -218,9 +218,9 @@ def test_row_047_quantised_projection_is_refused() -> None:
     # ATOM#755: a projection was read as fp8 with an uninitialised scale
     for dtype in (torch.float8_e4m3fn, torch.int8):
         with pytest.raises(TypeError, match=f"weight: dtype is {dtype}"):
-            Fusion.residual(torch.zeros(8, 8).to(dtype), torch.ones(8))
+            Fusion.residual(torch.zeros(8, 8).to(dtype), norm_m=torch.ones(8))
         with pytest.raises(TypeError, match=f"down: dtype is {dtype}"):
-            Fusion.residual_low_rank(torch.zeros(4, 8).to(dtype), torch.zeros(8, 4), torch.ones(8))
+            Fusion.residual_low_rank(torch.zeros(4, 8).to(dtype), torch.zeros(8, 4), norm_m=torch.ones(8))
 
 
 @pytest.mark.parametrize("mode", ["residual", "replace", "masks"])
@@ -231,9 +231,9 @@ def test_row_049_only_the_fused_slot_changes(mode: str, anchors: int) -> None:
     ones = torch.ones(8).bfloat16()
     wide = random(8, 16, seed=2, dtype=torch.bfloat16)
     fusion = {
-        "residual": Fusion.residual(wide, ones, ones),
-        "replace": Fusion.replace(wide, ones, ones),
-        "masks": Fusion.residual(wide[:, :8], ones, slots="masks"),
+        "residual": Fusion.residual(wide, norm_m=ones, norm_e=ones),
+        "replace": Fusion.replace(wide, norm_e=ones, norm_m=ones),
+        "masks": Fusion.residual(wide[:, :8], norm_m=ones, slots="masks"),
     }[mode]
     got, plain = (fuse(table, h, f, [9, 8, 7, 6, 5], anchors)[2] for f in (fusion, Fusion()))
     changed = (got.view(torch.int16) != plain.view(torch.int16)).any(2)
@@ -249,7 +249,7 @@ def test_row_050_row_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> 
     h = base.as_strided((9, 64), (2**28, 1))
     h.copy_(random(9, 64, seed=1))
     table = random(V, 16, dtype=torch.bfloat16)
-    fusion = Fusion.residual(random(16, 64, seed=2).bfloat16(), torch.ones(64).bfloat16())
+    fusion = Fusion.residual(random(16, 64, seed=2).bfloat16(), norm_m=torch.ones(64).bfloat16())
     head = pack_lm_head(random(V, 64, seed=3, dtype=torch.bfloat16))
     far = fused_t1_prep(torch.arange(9), h, head, table, fusion, mask_id=MASK)
     near = fused_t1_prep(torch.arange(9), h.contiguous(), head, table, fusion, mask_id=MASK)
@@ -259,7 +259,7 @@ def test_row_050_row_offsets_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> 
 def test_row_051_every_call_updates() -> None:
     # ik_llama.cpp#1894: a size check skipped the update after the row count changed
     table, weight = random(V, 8), random(8, 8)
-    fusion = Fusion.residual(weight, torch.ones(8))
+    fusion = Fusion.residual(weight, norm_m=torch.ones(8))
     for call, batch in enumerate((1, 8, 3)):
         h = random(batch, 8, seed=call)
         got = fuse(table, h, fusion, [call] * batch)[2][:, 0]

@@ -36,14 +36,14 @@ def make_fusion(mode: str, width: int, hidden: int, dtype: torch.dtype, rank: in
     if mode == "residual_low_rank":
         down = surrounded(random(rank, reads, seed=4, dtype=dtype, scale=reads**-0.5))
         return Fusion.residual_low_rank(
-            down, surrounded(random(width, rank, seed=5, dtype=dtype, scale=rank**-0.5)), norm_m, norm_e
+            down, surrounded(random(width, rank, seed=5, dtype=dtype, scale=rank**-0.5)), norm_m=norm_m, norm_e=norm_e
         )
     weight = surrounded(random(width, reads, seed=4, dtype=dtype, scale=reads**-0.5))
     if mode == "masks":
-        return Fusion.residual(weight[:, width:], norm_m, slots="masks", offset_m=1.0)
+        return Fusion.residual(weight[:, width:], norm_m=norm_m, slots="masks", offset_m=1.0)
     if mode == "replace":
-        return Fusion.replace(weight, norm_e, norm_m, offset_e=1.0)
-    return Fusion.residual(weight, norm_m, norm_e)
+        return Fusion.replace(weight, norm_e=norm_e, norm_m=norm_m, offset_e=1.0)
+    return Fusion.residual(weight, norm_m=norm_m, norm_e=norm_e)
 
 
 def plain_torch(rows: torch.Tensor, hidden: torch.Tensor, fusion: Fusion, dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_row_045_hidden_of_any_size_between_poison(hidden: int, dtype: torch.dty
     table, h = (surrounded(random(*s, seed=i, dtype=dtype)) for i, s in enumerate([(V, width), (batch, hidden)]))
     norms = surrounded(random(2, hidden, seed=5, dtype=dtype))
     weight = surrounded(random(width, width + hidden, seed=4, dtype=dtype, scale=hidden**-0.5))
-    fusion = Fusion.residual(weight, norms[0], norms[1, :width])
+    fusion = Fusion.residual(weight, norm_m=norms[0], norm_e=norms[1, :width])
     t1 = torch.tensor([0, V - 1, 9])
     got = fused_t1_prep(t1, h, None, table, fusion, mask_id=MASK, t1_override=t1)[2][:, 1]
     truth, eager = (plain_torch(table[t1], h, fusion, d) for d in (torch.float64, dtype))
@@ -231,7 +231,7 @@ def test_values_at_the_edges_of_the_formats(dtype: torch.dtype) -> None:
     table = torch.zeros(V, 10, dtype=dtype)
     table[3] = plain
     # one hidden of mean square 1, a norm that passes it on, and the residual as the matrix's only column
-    fusion = Fusion.residual(delta[:, None].contiguous(), torch.ones(1), eps_m=0.0)
+    fusion = Fusion.residual(delta[:, None].contiguous(), norm_m=torch.ones(1), eps_m=0.0)
     got = fused_t1_prep(
         torch.tensor([3]), torch.ones(1, 1), None, table, fusion, mask_id=MASK, t1_override=torch.tensor([3])
     )[2][0, 1]

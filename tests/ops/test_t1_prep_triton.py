@@ -44,10 +44,10 @@ def make_fusion(width: int, hidden: int, dtype: torch.dtype, mode: str = "residu
     if mode == "residual_low_rank":
         up = random(width, rank, seed=5, dtype=dtype, scale=rank**-0.5)
         return Fusion.residual_low_rank(
-            random(rank, width + hidden, seed=4, dtype=dtype, scale=0.1), up, norm_m, norm_e
+            random(rank, width + hidden, seed=4, dtype=dtype, scale=0.1), up, norm_m=norm_m, norm_e=norm_e
         )
     if mode == "masks":
-        return Fusion.residual(wide[:, width:], norm_m, slots="masks")
+        return Fusion.residual(wide[:, width:], norm_m=norm_m, slots="masks")
     return Fusion(mode=mode, weight=wide, norm_e=norm_e, norm_m=norm_m)
 
 
@@ -249,7 +249,7 @@ def test_both_parts_of_a_value_reach_the_tensor_cores(dtype: torch.dtype) -> Non
     weight[:, 0], weight[:, 1] = 1.0, -1.0
     if dtype == FP16:
         weight[:, :2] *= 1 + 2.0**-10  # so has the weight
-    fusion = Fusion.residual(weight, torch.ones(40))
+    fusion = Fusion.residual(weight, norm_m=torch.ones(40))
     got = run(h, torch.zeros(V, 17, dtype=dtype), fusion)[2][0, 1].double()
     want = (weight.double() @ (h[0] / h[0].square().mean().add(1e-6).sqrt()).double()).to(dtype).double()
     torch.testing.assert_close(got, want, rtol=1e-2, atol=0)
@@ -269,13 +269,13 @@ def test_every_input_may_be_far_apart_in_memory(monkeypatch: pytest.MonkeyPatch)
     for place in range(3):
         table, h = random(9, width, seed=0, dtype=BF16), random(9, hidden, seed=1, dtype=BF16)
         weight = random(width, width + hidden, seed=4, dtype=BF16)
-        norms = torch.ones(hidden), torch.ones(width)
+        norms = {"norm_m": torch.ones(hidden), "norm_e": torch.ones(width)}
         near = fused_t1_prep(
-            torch.arange(9), h, None, table, Fusion.residual(weight, *norms), mask_id=8, t1_override=torch.arange(9)
+            torch.arange(9), h, None, table, Fusion.residual(weight, **norms), mask_id=8, t1_override=torch.arange(9)
         )
         table, h, weight = (far(x) if i == place else x for i, x in enumerate((table, h, weight)))
         got = fused_t1_prep(
-            torch.arange(9), h, None, table, Fusion.residual(weight, *norms), mask_id=8, t1_override=torch.arange(9)
+            torch.arange(9), h, None, table, Fusion.residual(weight, **norms), mask_id=8, t1_override=torch.arange(9)
         )
         assert bits(got) == bits(near), place
 

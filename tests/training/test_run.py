@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,11 +69,45 @@ def test_another_seed_does_not_continue_a_run(finished: Path) -> None:
         train(finished.parent, seed=1, budget=TINY, progress=False, log=quiet)
 
 
-def test_damaged_state_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "state.pt").write_bytes(b"garbage")
+@pytest.mark.parametrize("state", [b"garbage", b"hello", b"", b"\x80\x02].", b"\xff" * 40], ids=repr)
+def test_damaged_state_is_reported(state: bytes, tmp_path: Path) -> None:
+    (tmp_path / "state.pt").write_bytes(state)
     with pytest.raises(TrainingError, match="cannot be read") as caught:
         train(tmp_path, budget=TINY, progress=False, log=quiet)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stage": 99},
+        {"step": -1},
+        {"step": 10**6},
+        {"stage": "0"},
+        {"weights": {}},
+        {"weights": []},
+        {"optimizer": {}},
+        {"optimizer": None},
+        *({name: None} for name in ("key", "stage", "step", "curves")),
+    ],
+    ids=str,
+)
+def test_a_state_with_parts_of_another_is_reported(change: dict[str, Any], finished: Path, tmp_path: Path) -> None:
+    saved = torch.load(finished.parent / "state.pt", weights_only=True)
+    for name, value in change.items():
+        if value is None:
+            del saved[name]
+        else:
+            saved[name] = value
+    torch.save(saved, tmp_path / "state.pt")
+    with pytest.raises(TrainingError, match="cannot be read"):
+        train(tmp_path, budget=TINY, progress=False, log=quiet)
+
+
+def test_a_state_that_is_a_directory_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "state.pt").mkdir()
+    with pytest.raises(TrainingError, match="cannot be read"):
+        train(tmp_path, budget=TINY, progress=False, log=quiet)
 
 
 def test_full_disk_keeps_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ from dmtp_kernels.decode.state import BatchState
 from dmtp_kernels.engines.huggingface.target import RowCache, TransformersTarget
 from dmtp_kernels.models.checkpoint import Checkpoint
 from dmtp_kernels.models.formats import check_fit, read_drafts
+from dmtp_kernels.ops._checks import INDEX_DTYPES, check_tensor
 
 _NEUTRAL = {
     "repetition_penalty": 1.0,
@@ -36,8 +38,21 @@ _NEUTRAL = {
     "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
     "watermarking_config": None,
+    "diversity_penalty": 0.0,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "token_healing": False,
+    "stop_strings": None,
+    "max_time": None,
 }
 """Settings of a `generation_config` that change the text, and the values at which they do not."""
+
+_NEUTRAL_DRAWS = {"min_p": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
+"""Those that change sampled text alone and that `generate` has no argument for."""
 
 
 class Generated(NamedTuple):
@@ -130,32 +145,49 @@ class DMTPGenerator:
     ) -> Generated:
         """Continue every row of `input_ids[B, n]`; where `attention_mask[B, n]` is 0 there is padding.
 
-        `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off; row b draws with `seed` + b. `eos_token_id` defaults
-        to the model's `generation_config`; every other setting of it that would change the text is refused.
+        `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off; row b draws with `seed` + b. These are the
+        arguments given here, never those of the model's `generation_config`; `eos_token_id` defaults to its. Every
+        other setting of it that would change the text is refused.
 
         Raises:
-            ValueError: a setting is out of range, a row has no token, or a row is longer than the cache.
+            ValueError, TypeError: an argument is of another kind or out of range, a row has no token, or a row is
+                longer than the cache.
         """
+        sizes: dict[str, int] = {}
+        check_tensor("input_ids", input_ids, ["B", "n"], INDEX_DTYPES, sizes, last_contiguous=False)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        check_tensor("attention_mask", mask, ["B", "n"], (torch.bool, *INDEX_DTYPES), sizes, last_contiguous=False)
+        if not ((mask == 0) | (mask == 1)).all():
+            raise ValueError("attention_mask: holds other values than 0 and 1")
         config = self.target.model.generation_config
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in (_NEUTRAL | (_NEUTRAL_DRAWS if temperature > 0 else {})).items():
             value = getattr(config, name, None)
             if value is not None and value != neutral:
                 raise ValueError(
                     f"generation_config.{name}: is {value!r}, must be {neutral!r}: logits are used as they are"
                 )
-        stops = config.eos_token_id if eos_token_id is None else eos_token_id
-        stops = () if stops is None else (stops,) if isinstance(stops, int) else tuple(stops)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        stops = _stops(getattr(config, "eos_token_id", None) if eos_token_id is None else eos_token_id)
         prompts = [tuple(row[keep.bool()].tolist()) for row, keep in zip(input_ids, mask, strict=True)]
         done = self.engine.run(
             Request(prompt, max_new_tokens, temperature, top_k, top_p, seed + b, stops)
             for b, prompt in enumerate(prompts)
         )
-        pad = config.pad_token_id if config.pad_token_id is not None else (stops or (0,))[0]
+        pad = getattr(config, "pad_token_id", None)
+        pad = (stops or (0,))[0] if pad is None else pad
         longest = max((len(row.tokens) for row in done), default=0)
         rows = [row.tokens + [pad] * (longest - len(row.tokens)) for row in done]
         new = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device).view(len(rows), longest)
         return Generated(torch.cat([input_ids, new], dim=1), done)
+
+
+def _stops(given: Any) -> tuple[int, ...]:
+    if given is None:
+        return ()
+    given = given.tolist() if isinstance(given, torch.Tensor) else given
+    try:
+        return tuple(map(index, given if isinstance(given, Sequence) else (given,)))
+    except TypeError:
+        raise TypeError(f"eos_token_id: is {given!r}, must be a token id or several") from None
 
 
 class _Engine(Engine):

@@ -15,7 +15,7 @@ from dmtp_kernels.models.formats.dflash import DMTP_CONFIG, DMTP_PREFIX
 from dmtp_kernels.models.formats.dflash2 import DFlash2, DFlash2Config
 from dmtp_kernels.models.formats.dmtp import dmtp_fields
 from dmtp_kernels.models.formats.experts import split_experts
-from dmtp_kernels.models.formats.files import save_tensors
+from dmtp_kernels.models.formats.files import INDEX, save_tensors
 from dmtp_kernels.models.formats.layer import layer_fields
 from dmtp_kernels.models.formats.qwen3 import HEAD
 from dmtp_kernels.models.formats.qwen_mtp import mtp_kind
@@ -197,6 +197,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _write(directory: Path, fields: dict[str, object], tensors: dict[str, torch.Tensor]) -> Path:
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ValueError(f"dtype: is {tensor.dtype}, must be a floating type of 16 bits or more")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name}: holds values that are not finite in {tensor.dtype}, which no reader takes")
+    if (directory / INDEX).exists():
+        raise ValueError(f"directory: {directory} holds {INDEX}, the shards of another model; choose another")
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(directory, tensors)
     write_atomically(directory / "config.json", (json.dumps(fields, indent=2, allow_nan=False) + "\n").encode())

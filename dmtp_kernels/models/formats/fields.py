@@ -17,14 +17,16 @@ _MOST = 2**31 - 1
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError: absent, too large, not JSON, a key twice, NaN or Infinity."""
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {path}: {'is not a file' if path.exists() else 'no such file'}")
     try:
+        if not path.is_file():
+            raise CheckpointError(f"checkpoint {path}: {'is not a file' if path.exists() else 'no such file'}")
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size > _LARGEST:
                 raise ValueError(f"longer than {_LARGEST} bytes")
             raw = file.read()
         value = json.loads(raw, object_pairs_hook=_unique, parse_constant=_not_a_number)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: {error.strerror or error}") from error
     except RecursionError as error:

@@ -50,6 +50,9 @@ class TensorFiles:
         try:
             for path in self._shards():
                 self._open(path, rename)
+        except OSError as error:  # a name that is too long, a directory that cannot be read
+            self._stack.close()
+            raise CheckpointError(f"checkpoint {str(directory)[:200]}: {error.strerror or error}") from error
         except BaseException:
             self._stack.close()
             raise
@@ -218,9 +221,14 @@ def save_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     path = directory / SINGLE
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        with open(temporary, "xb") as created:
+            mode = os.fstat(created.fileno()).st_mode
         save_file(tensors, temporary, metadata={"format": "pt"})
+        os.chmod(temporary, mode)  # safetensors writes a file of its own that only its owner reads
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error})") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from dmtp_kernels._supports import takes_packed
 from dmtp_kernels.ops._checks import as_scale
 from dmtp_kernels.ops.block_attention.op import BLOCK_ATTENTION
 
@@ -17,6 +18,7 @@ class Attention(NamedTuple):
     lse: torch.Tensor  # [B, S, Hq] fp32
 
 
+@takes_packed()
 def block_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dmtp_kernels._supports import takes_packed
 from dmtp_kernels.ops._checks import as_scale, check_list, check_whole
 from dmtp_kernels.ops.commit_kv.op import COMMIT_KV
 from dmtp_kernels.ops.commit_kv.op_round import COMMIT_ROUND
@@ -18,6 +19,7 @@ writes the pending slot, so it was not promoted; a position outside the rotary t
 _Scale = torch.Tensor | float
 
 
+@takes_packed()
 def commit_kv(
     rows_k: Sequence[torch.Tensor],
     rows_v: Sequence[torch.Tensor],
@@ -117,6 +119,7 @@ def commit_kv(
     )
 
 
+@takes_packed()
 def commit_round(
     rows_k: Sequence[torch.Tensor],
     rows_v: Sequence[torch.Tensor],

@@ -97,7 +97,7 @@ class Fusion:
 
     @classmethod
     def residual(
-        cls, weight: torch.Tensor, norm_m: torch.Tensor, norm_e: torch.Tensor | None = None, **options: Any
+        cls, weight: torch.Tensor, *, norm_m: torch.Tensor, norm_e: torch.Tensor | None = None, **options: Any
     ) -> Fusion:
         """`e + weight @ [...]`; `options` are eps, offsets and slots."""
         return cls(mode="residual", weight=weight, norm_e=norm_e, norm_m=norm_m, **options)
@@ -107,6 +107,7 @@ class Fusion:
         cls,
         down: torch.Tensor,
         up: torch.Tensor,
+        *,
         norm_m: torch.Tensor,
         norm_e: torch.Tensor | None = None,
         **options: Any,
@@ -115,7 +116,7 @@ class Fusion:
         return cls(mode="residual_low_rank", down=down, up=up, norm_e=norm_e, norm_m=norm_m, **options)
 
     @classmethod
-    def replace(cls, weight: torch.Tensor, norm_e: torch.Tensor, norm_m: torch.Tensor, **options: Any) -> Fusion:
+    def replace(cls, weight: torch.Tensor, *, norm_e: torch.Tensor, norm_m: torch.Tensor, **options: Any) -> Fusion:
         """`weight @ [...]` instead of `e`; `options` are eps and offsets."""
         return cls(mode="replace", weight=weight, norm_e=norm_e, norm_m=norm_m, **options)
 

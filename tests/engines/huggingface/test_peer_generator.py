@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -261,9 +262,47 @@ def test_other_refusals(drafts: Any, places: Exported) -> None:
     generator = hf.DMTPGenerator(model, drafts, "dmtp", max_tokens=64)
     with pytest.raises(ValueError, match="prompt: is empty"):
         generator.generate(torch.tensor([[1, 2]]), torch.tensor([[0, 0]]), max_new_tokens=4)
-    model.generation_config.repetition_penalty = 1.2
-    with pytest.raises(ValueError, match=r"generation_config.repetition_penalty: is 1.2, must be 1.0"):
-        generator.generate(torch.tensor([[1, 2]]), max_new_tokens=4)
+    ids = torch.tensor([[1, 2]])
+    for name, value in (("repetition_penalty", 1.2), ("stop_strings", "x"), ("max_time", 1.0), ("penalty_alpha", 0.6)):
+        setattr(model.generation_config, name, value)
+        with pytest.raises(ValueError, match=rf"generation_config.{name}: is {value!r}, must be"):
+            generator.generate(ids, max_new_tokens=4)
+        setattr(model.generation_config, name, None)
+    model.generation_config.min_p = 0.1  # changes draws alone
+    generator.generate(ids, max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"generation_config.min_p: is 0.1, must be None"):
+        generator.generate(ids, max_new_tokens=4, temperature=1.0)
+    model.generation_config.min_p = None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.tensor([[1, 2]], dtype=torch.uint8)}, "input_ids: dtype is torch.uint8"),
+        ({"input_ids": torch.tensor([1, 2])}, "input_ids: has 1 dimensions"),
+        ({"attention_mask": torch.ones(1, 3).long()}, r"attention_mask: dimension 1 \(n\) is 3, must be 2"),
+        ({"attention_mask": torch.ones(2, 2).long()}, r"attention_mask: dimension 0 \(B\) is 2, must be 1"),
+        ({"attention_mask": torch.zeros(1, 2)}, "attention_mask: dtype is torch.float32"),
+        ({"attention_mask": torch.tensor([[0, -9]])}, "attention_mask: holds other values than 0 and 1"),
+        ({"eos_token_id": 1.5}, "eos_token_id: is 1.5"),
+    ],
+    ids=str,
+)
+def test_arguments_are_named(arguments: dict[str, Any], message: str, drafts: Any) -> None:
+    generator = hf.DMTPGenerator(random_model(*FAMILIES["llama"]), drafts, "dmtp", max_tokens=64)
+    with pytest.raises((ValueError, TypeError), match=message):
+        generator.generate(**{"input_ids": torch.tensor([[1, 2]]), "max_new_tokens": 2, **arguments})
+
+
+def test_stops_of_any_kind_and_no_generation_config(drafts: Any) -> None:
+    model = random_model(*FAMILIES["llama"])
+    generator = hf.DMTPGenerator(model, drafts, "dmtp", max_tokens=64)
+    ids = torch.randint(VOCAB, (3, 4), generator=torch.Generator().manual_seed(3))
+    want = generator.generate(ids, max_new_tokens=9, eos_token_id=[3]).sequences
+    for stops in (3, np.int64(3), torch.tensor(3), torch.tensor([3]), (3,)):
+        assert torch.equal(generator.generate(ids, max_new_tokens=9, eos_token_id=stops).sequences, want)
+    model.generation_config = None
+    assert torch.equal(generator.generate(ids, max_new_tokens=9, eos_token_id=3).sequences, want)
 
 
 def test_without_a_list_of_layers(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
