@@ -67,7 +67,8 @@ def test_equals_the_reference_under_every_schedule(op: str, case: Case) -> None:
             assert one.differs(seed if seed >= 2 * DRAWS else seed // DRAWS) is None, (draw, seed)
 
 
-@pytest.mark.parametrize("op", OPS)
+# sampling's barriers: test_cuda_host_sampling.py, whose rows are long enough for all of them
+@pytest.mark.parametrize("op", sorted({*OPS} - {"sample_rows", "accept_rejection", "accept_block"}))
 def test_without_any_barrier_some_schedule_differs(op: str) -> None:
     every = [one for name, case in CASES if name == op for one in compared(op, case)]
     host.barriers()
