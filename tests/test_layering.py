@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli_profile": {"", *CORE, "_cli_errors", "_cli_options", "_files", "cli_formats", "models", "decode"},
     "cli_chat": {"", *CORE, "models", "decode"},
     "cli_formats": {"", *CORE, "_cli_errors", "_cli_options", "models", "decode", "training"},
-    "cli_training": {"", *CORE, "_cli_errors", "_cli_options", "cli_formats", "models", "decode", "training"},
+    "cli_training": {"", *CORE, "_cli_errors", "_cli_options", "_files", "cli_formats", "models", "decode", "training"},
     "bench": {"", *CORE, "_cli_errors", "_cli_options", "_files", "ops", "testing"},
     "engines": {"", *CORE, "ops", "models", "decode", "training", "testing", "doctor"},
     "cli": {
