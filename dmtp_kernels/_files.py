@@ -30,6 +30,19 @@ def check_file(option: str, path: Path, suffixes: Sequence[str] = ()) -> None:
         raise ValueError(f"{option}: is {path}, must be a file in a directory that exists and can be written")
 
 
+def check_directory(option: str, path: Path) -> None:
+    """See that files can be written to a directory, which need not exist, before anything is measured.
+
+    Raises:
+        ValueError: it is something else, or it cannot be made; names the option.
+    """
+    there = _target(option, path)
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{option}: is {path}, must be a directory that can be written or made")
+
+
 @contextmanager
 def replacing(option: str, path: Path) -> Iterator[Path]:
     """A file to write, which becomes `path`, or what `path` is a link to, if nothing fails; else nothing is left of it.

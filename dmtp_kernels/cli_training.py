@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from dmtp_kernels._cli_errors import one_line_errors
 from dmtp_kernels._cli_options import MOST_ROWS, CheckpointOption, JsonOption
-from dmtp_kernels._files import check_file
+from dmtp_kernels._files import check_directory, check_file
 from dmtp_kernels.cli_formats import (
     BlockOption,
     DrafterOption,
@@ -35,6 +36,8 @@ from dmtp_kernels.decode.stack import get_method
 from dmtp_kernels.models.checkpoint import EMBEDDED
 from dmtp_kernels.training.data import held_out_prompts
 
+_NEW_TOKENS = 128
+
 
 @one_line_errors
 def compare_command(
@@ -43,7 +46,7 @@ def compare_command(
         ",".join(SHIPPED)
     ),
     prompts: Annotated[int, typer.Option(help="held-out prompts to use, 0 = all")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens per prompt")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens per prompt")] = _NEW_TOKENS,
     temperature: Annotated[float, typer.Option(help="greedy text of a tiny model loops; 0.6 and 1 say more")] = 0.6,
     batch: Annotated[int, typer.Option(help="requests decoded together")] = 8,
     seed: Annotated[int, typer.Option(help="seed of the first prompt")] = 0,
@@ -186,14 +189,27 @@ def _compare_all(runs: Path, out: Path, prompts: int, max_new_tokens: int) -> No
     from dmtp_kernels.training.ablation.tables import Figures
 
     check_matplotlib()
-    out.mkdir(parents=True, exist_ok=True)
+    check_directory("out", out)
     result = measure_all(runs, prompts=prompts, max_new_tokens=max_new_tokens)
-    where = f"--runs {shlex.quote(str(runs))} --out {shlex.quote(str(out))}"
-    command = f"dmtp train --all --out {shlex.quote(str(runs))} && dmtp compare --all {where}"
-    print(write_page(result, out, command))
+    print(write_page(result, out, _command(result, runs, out)))
     same, checked = Figures(result).identical
     if same != checked:
         raise typer.Exit(1)
+
+
+def _command(result: dict[str, Any], runs: Path, out: Path) -> str:
+    """The commands that give `result` again."""
+    from dmtp_kernels.training.budget import BUDGETS
+
+    train = ["train", "--all", "--out", str(runs)]
+    if result["training"][0]["budget"] != asdict(BUDGETS["ablation"]):
+        train += ["--budget", "smoke"]
+    compare = ["compare", "--all", "--runs", str(runs), "--out", str(out)]
+    if result["prompts"] != len(held_out_prompts()):
+        compare += ["--prompts", str(result["prompts"])]
+    if result["max_new_tokens"] != _NEW_TOKENS:
+        compare += ["--max-new-tokens", str(result["max_new_tokens"])]
+    return " && ".join(shlex.join(["dmtp", *part]) for part in (train, compare))
 
 
 def _progress(name: str, done: int, total: int) -> None:

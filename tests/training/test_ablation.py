@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dmtp_kernels.cli import app
+from dmtp_kernels.cli_training import _command
 from dmtp_kernels.models.checkpoint import load_checkpoint
 from dmtp_kernels.training.ablation.measure import measure_all
 from dmtp_kernels.training.ablation.page import write_page
@@ -115,6 +116,16 @@ def test_every_figure_is_in_the_page(result: dict[str, Any], tmp_path: Path) -> 
         assert f"| {' | '.join(row)} |" in page
 
 
+def test_the_page_names_the_command_that_made_it(result: dict[str, Any]) -> None:
+    small = _command(result, Path("a b"), Path("out"))
+    assert small == (
+        "dmtp train --all --out 'a b' --budget smoke && "
+        "dmtp compare --all --runs 'a b' --out out --prompts 2 --max-new-tokens 4"
+    )
+    full = json.loads((Path(__file__).parents[2] / "profiling" / "ablation" / "ablation.json").read_text())
+    assert _command(full, Path("r"), Path("o")) == "dmtp train --all --out r && dmtp compare --all --runs r --out o"
+
+
 def planted(result: dict[str, Any], lengths: dict[tuple[str, int, float], float]) -> Figures:
     """The figures with other lengths, by method, seed and temperature, from both starts."""
     changed = copy.deepcopy(result)
@@ -140,7 +151,8 @@ def test_verdicts_need_every_seed_and_temperature(result: dict[str, Any]) -> Non
         assert figures.verdict(Claim("", "dmtp", "dflash", None, equal=True), "scratch") == alike
     figures = planted(result, base | {("dmtp", *cell): v for cell, v in zip(cells, [2.2, 2.0, 2.4, 2.0], strict=True)})
     row = next(row for row in claim_table(figures) if row[0] == CLAIMS[0].text)
-    assert row[2] == "+15.0 ± 5.0" and row[3] == "+0.0 ± 0.0" and row[-1] == "mixed"
+    assert row[1] == "`dmtp` over `dflash`"
+    assert row[3] == "+15.0 ± 5.0" and row[4] == "+0.0 ± 0.0" and row[-1] == "mixed"
 
 
 def test_spread_is_mean_and_half_the_range() -> None:
@@ -155,6 +167,7 @@ def test_spread_is_mean_and_half_the_range() -> None:
         (["compare", "--runs", "somewhere"], "runs: is for --all"),
         (["compare", "--all", "--runs", "nowhere"], "dmtp train --all` writes it"),
         (["train", "--all", "--budget", "huge"], "must be one of full, smoke"),
+        (["compare", "--all", "--out", "/dev/null/page"], "out: is /dev/null/page"),
     ],
 )
 def test_bad_options_are_named(

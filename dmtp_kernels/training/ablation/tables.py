@@ -67,6 +67,11 @@ def spread(values: list[float], digits: int = 2, sign: bool = False) -> str:
     return shown if len(values) == 1 else f"{shown} ± {(max(values) - min(values)) / 2:.{digits}f}"
 
 
+def methods_table(figures: Figures) -> list[list[str]]:
+    """Every method that was measured, and what it is."""
+    return [["method", "block and fusion"]] + [[f"`{n}`", METHODS[n].summary] for n in figures.names("continued")]
+
+
 def method_table(figures: Figures, start: str) -> list[list[str]]:
     """A line per method: T1 acceptance and length at both temperatures, and the length against DFlash's."""
     head = ["method"]
@@ -98,9 +103,10 @@ def agreement_table(figures: Figures) -> list[list[str]]:
 
 def claim_table(figures: Figures) -> list[list[str]]:
     """What the source says of two methods' lengths, and what is seen here."""
-    table = [["claim", "source %", *(f"{s}, T={t:g} %" for s in STARTS for t in TEMPERATURES), *STARTS]]
+    table = [["claim", "methods", "source %", *(f"{s}, T={t:g} %" for s in STARTS for t in TEMPERATURES), *STARTS]]
     for claim in CLAIMS:
-        row = [claim.text, "in words" if claim.source is None else f"{claim.source:+.2f}"]
+        methods = f"`{claim.better}` {'like' if claim.equal else 'over'} `{claim.worse}`"
+        row = [claim.text, methods, "in words" if claim.source is None else f"{claim.source:+.2f}"]
         for start in STARTS:
             for t in TEMPERATURES:
                 row.append(spread(figures.differences(claim.better, claim.worse, start, t), 1, sign=True))
