@@ -45,7 +45,7 @@ help:
 	@echo "make test-engines  the adapters against vLLM and SGLang (another 3 GB, in .venv-engines and .engines-sglang)"
 	@echo "make lint     ruff, mypy, clang-format, changing nothing"
 	@echo "make format   rewrite the sources as ruff and clang-format want them"
-	@echo "make ablation every method trained and compared, two seeds (an hour and a half on two busy cores)"
+	@echo "make ablation every method trained and compared, two seeds (up to two hours on two busy cores)"
 	@echo "make bench    pytest-benchmark over tests/bench"
 	@echo "make clean    remove build outputs and caches (.venv stays)"
 	@echo "SYSTEM=1 PYTHON=python3 in front of any: use that interpreter, install nothing, compile in place"

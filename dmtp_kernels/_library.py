@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,6 +21,7 @@ _LIBRARY = torch.library.Library("dmtp", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _DISPATCH_KEYS = ("CPU", "CUDA")
 _OUT_ALIASES = "abcdefgh"
+_SCALARS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Shape = tuple[Sequence[int], torch.dtype]
@@ -33,6 +35,17 @@ class Op:
     functional: torch._ops.OpOverload
     out: torch._ops.OpOverload
     check: Callable[..., None]
+
+    def call(self, *inputs: Any, **keywords: Any) -> Any:
+        """`functional`; what the dispatcher refuses is a TypeError of one line that names the argument."""
+        try:
+            return self.functional(*inputs, **keywords)
+        except (RuntimeError, TypeError) as error:
+            # only the dispatcher ends with the schema
+            reason = refused(self, inputs, keywords) if f"Declaration: dmtp::{self.name}(" in str(error) else None
+            if reason is None:
+                raise
+            raise TypeError(reason) from None
 
 
 _OPS: dict[str, Op] = {}
@@ -169,6 +182,37 @@ def registered() -> tuple[str, ...]:
 def kind_of(value: Any) -> str:
     """What a value is, for an error that wants a tensor."""
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def refused(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> str | None:
+    """The first argument of a call that the dispatcher cannot take, and why; None where there is none."""
+    arguments = op.functional._schema.arguments
+    positional = [a.name for a in arguments if not a.kwarg_only]
+    given = dict(zip(positional, inputs, strict=False)) | keywords
+    for argument in arguments:
+        reason = _refused(argument, given)
+        if reason is not None:
+            return f"{argument.name}: {reason}"
+    return None
+
+
+def _refused(argument: Any, given: dict[str, Any]) -> str | None:
+    """Why one argument of a call that the dispatcher refused may not be what it is; None: it may."""
+    kind = str(argument.type)
+    if argument.name not in given:
+        if argument.has_default_value():
+            return None
+        return "is missing, must be a tensor" if kind == "Tensor" else "is missing"
+    value = given[argument.name]
+    inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+    or_none = " or None" if inner != kind else ""
+    if value is None and or_none:
+        return None
+    if inner == "Tensor" and not isinstance(value, torch.Tensor):
+        return f"is {kind_of(value)}, must be a tensor{or_none}"
+    if inner in _SCALARS and not isinstance(value, _SCALARS[inner]):
+        return f"is {value!r}, must be {inner}{or_none}"
+    return None
 
 
 def device_of(values: list[Any]) -> torch.device:

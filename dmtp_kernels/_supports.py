@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any, TypeVar
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmtp_kernels import _library, backends
-from dmtp_kernels._library import Op, device_of, kind_of, registered
+from dmtp_kernels._library import Op, device_of, refused, registered
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_SCALARS: dict[str, Any] = {"int": Integral, "float": Real, "bool": bool, "str": str}
 _PYTHON_FORMS: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {}
 
 
@@ -60,10 +57,9 @@ def _taken(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> list[An
         values = _as_python(op, inputs, keywords)
         if values is not None:
             return values
-        for argument in arguments:
-            reason = _refused(argument, given)
-            if reason is not None:
-                raise TypeError(f"{argument.name}: {reason}") from None
+        reason = refused(op, inputs, keywords)
+        if reason is not None:
+            raise TypeError(reason) from None
         # the dispatcher's first line names the argument, the others repeat the schema
         raise TypeError(str(error).partition("\n")[0]) from None
     raise AssertionError(f"{op.name}: the dispatcher did not reach it")
@@ -85,25 +81,6 @@ def _as_python(op: Op, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> lis
     except (RuntimeError, ValueError, TypeError):
         return None
     raise AssertionError(f"{op.name}: its Python function does not call it")
-
-
-def _refused(argument: Any, given: dict[str, Any]) -> str | None:
-    """Why one argument of a call that the dispatcher refused may not be what it is; None: it may."""
-    kind = str(argument.type)
-    if argument.name not in given:
-        if argument.has_default_value():
-            return None
-        return "is missing, must be a tensor" if kind == "Tensor" else "is missing"
-    value = given[argument.name]
-    inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
-    or_none = " or None" if inner != kind else ""
-    if value is None and or_none:
-        return None
-    if inner == "Tensor" and not isinstance(value, torch.Tensor):
-        return f"is {kind_of(value)}, must be a tensor{or_none}"
-    if inner in _SCALARS and not isinstance(value, _SCALARS[inner]):
-        return f"is {value!r}, must be {inner}{or_none}"
-    return None
 
 
 def takes_packed(*kinds: type) -> Callable[[_Function], _Function]:

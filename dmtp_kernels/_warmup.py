@@ -28,8 +28,11 @@ def warmup(calls: Mapping[str, Callable[[], object]], *, progress: bool = False)
         Seconds that each call took on the host.
 
     Raises:
+        TypeError: `calls` is no mapping of names to functions.
         CompileDuringCapture: the current stream is being captured.
     """
+    if not isinstance(calls, Mapping) or not all(map(callable, calls.values())):
+        raise TypeError(f"calls: is {calls!r}, must be a mapping of names to functions")
     if _capturing():
         raise CompileDuringCapture("warmup: a CUDA graph is being captured; warm up before")
     on_device = torch.cuda.is_initialized()

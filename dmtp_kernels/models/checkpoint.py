@@ -153,6 +153,8 @@ def load_checkpoint(
             names = set(handle.keys())
             _check_layers(path, config, len(names))
             checkpoint = _build(path, config, wanted)
+            if target is None and names and not any(name.startswith("target.") for name in names):
+                raise CheckpointError(f"checkpoint {path}: holds drafts alone, their target must be given")
             if target is not None:
                 if target.config != config["target"]:
                     raise CheckpointError(f"checkpoint {path}: was trained for another target than the one given")

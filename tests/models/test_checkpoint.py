@@ -21,6 +21,7 @@ from dmtp_kernels.models.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
+from dmtp_kernels.models.smollm2 import DRAFTERS
 from dmtp_kernels.testing.models import tiny_checkpoint
 
 
@@ -259,3 +260,8 @@ def test_the_same_trio_gives_the_same_bytes(tmp_path: Path) -> None:
     trio = tiny_checkpoint(0)
     files = [save_checkpoint(tmp_path / f"{i}.safetensors", trio).read_bytes() for i in range(12)]
     assert len(set(files)) == 1
+
+
+def test_drafts_alone_ask_for_their_target() -> None:
+    with pytest.raises(CheckpointError, match=r"smollm2.safetensors: holds drafts alone, their target must be given"):
+        load_checkpoint(DRAFTERS)

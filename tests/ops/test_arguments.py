@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import dmtp_kernels
+from dmtp_kernels.ops.accept import accept_prefix
 from dmtp_kernels.ops.block_attention import block_attention
+from dmtp_kernels.ops.draft_pages import draft_page_table
 from dmtp_kernels.ops.lm_head import (
     canonical_dot,
     combine_keys,
@@ -309,3 +311,30 @@ def test_outputs_that_repeat_elements_are_refused() -> None:
     key, status = torch.zeros(1, 2, dtype=torch.int64).expand(5, 2), torch.zeros(5, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"lm_head_select_out: key has strides \(0, 1\)"):
         LM_HEAD_SELECT.out(W[:5], *head.tensors(), **head.scalars(), k=2, logit_dtype="float32", key=key, status=status)
+
+
+Z = torch.zeros(1, 8).long()
+PREFIX: Any = accept_prefix
+ATTEND: Any = block_attention
+PAGES: Any = draft_page_table
+WARM: Any = dmtp_kernels.warmup
+RAW: dict[str, tuple[Callable[[], Any], str]] = {
+    "number for a tensor": (lambda: PREFIX(Z, Z, stop_ids=Z[0, :0], budget=9), "budget: is a int, must be a tensor"),
+    "list for a tensor": (lambda: PREFIX(Z, Z, stop_ids=[2], budget=Z[0, :1]), "stop_ids: is a list, must be a tensor"),
+    "float for an int": (lambda: ATTEND(*ATTENTION, window=2.0), "window: is 2.0, must be int or None"),
+    "no number": (lambda: PAGES(Z, Z[:, 0], window=None, page_size=4), "window: is None, must be int"),
+    # what the op itself says stays, whatever else is odd in the call
+    "the op's own": (
+        lambda: ATTEND(*ATTENTION[:4], ATTENTION[4].float(), window=torch.tensor(3)),
+        "ctx_len: dtype is torch.float32",
+    ),
+    "warm-up": (lambda: WARM([1]), "calls: is [1], must be a mapping"),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_what_the_dispatcher_refuses_is_one_line(name: str) -> None:
+    call, message = RAW[name]
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)

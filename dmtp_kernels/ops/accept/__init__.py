@@ -68,7 +68,7 @@ def accept_prefix(
 
     Source: target-only verification, section 5 of the DMTP description; stop and budget rules in README.md.
     """
-    return Acceptance(*ACCEPT_PREFIX.functional(candidates, target, stop_ids, budget, num_candidates))
+    return Acceptance(*ACCEPT_PREFIX.call(candidates, target, stop_ids, budget, num_candidates))
 
 
 def accept_rejection(
@@ -119,9 +119,7 @@ def accept_rejection(
     Source: Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", 2023.
     """
     inputs = (candidates, target_logits, temperature, seed, position, stop_ids, budget)
-    return SampledAcceptance(
-        *ACCEPT_REJECTION.functional(*inputs, draft_probs, num_candidates, top_k, top_p, draft_ids)
-    )
+    return SampledAcceptance(*ACCEPT_REJECTION.call(*inputs, draft_probs, num_candidates, top_k, top_p, draft_ids))
 
 
 def accept_block(
@@ -152,4 +150,4 @@ def accept_block(
     Source: Sun et al., "Block verification accelerates speculative decoding", ICLR 2025 (arXiv 2403.10444).
     """
     inputs = (candidates, target_logits, temperature, seed, position, stop_ids, budget)
-    return SampledAcceptance(*ACCEPT_BLOCK.functional(*inputs, draft_probs, num_candidates, top_k, top_p, draft_ids))
+    return SampledAcceptance(*ACCEPT_BLOCK.call(*inputs, draft_probs, num_candidates, top_k, top_p, draft_ids))

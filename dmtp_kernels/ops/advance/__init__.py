@@ -94,7 +94,7 @@ def advance_round(
     check_list("page_tables", page_tables, "one [B, MP] tensor per cache")
     check_list("page_sizes", page_sizes, "one whole number per table")
     return RoundIndex(
-        *ADVANCE_ROUND.functional(
+        *ADVANCE_ROUND.call(
             length, anchor, budget, finished, commit_len, bonus, ended, list(page_tables), page_sizes=list(page_sizes),
             rows=rows, grants=grants, block_slots=block_slots, mask_id=mask_id, first_page=first_page,
         )

@@ -90,7 +90,7 @@ def block_attention(
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: is a {type(tensor).__name__}, must be a tensor")
     return Attention(
-        *BLOCK_ATTENTION.functional(
+        *BLOCK_ATTENTION.call(
             q,
             k_cache,
             v_cache,

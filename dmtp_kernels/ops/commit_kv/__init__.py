@@ -94,7 +94,7 @@ def commit_kv(
     """
     for name, layers in (("rows_k", rows_k), ("rows_v", rows_v), ("k_caches", k_caches), ("v_caches", v_caches)):
         check_list(name, layers, "one tensor per layer")
-    return COMMIT_KV.functional(
+    return COMMIT_KV.call(
         list(rows_k),
         list(rows_v),
         list(k_caches),
@@ -174,7 +174,7 @@ def commit_round(
     first_slots = list(first_slot) if isinstance(first_slot, Sequence) else [first_slot]
     for slot in first_slots:
         check_whole("first_slot", slot)
-    return COMMIT_ROUND.functional(
+    return COMMIT_ROUND.call(
         list(rows_k),
         list(rows_v),
         list(k_caches),

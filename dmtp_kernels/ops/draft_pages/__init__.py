@@ -56,7 +56,7 @@ def draft_page_table(
     Source: section 6.2 of the DMTP description; the exact left skip is this library's (README.md beside this file).
     """
     return DraftPages(
-        *DRAFT_PAGE_TABLE.functional(
+        *DRAFT_PAGE_TABLE.call(
             page_table,
             ctx_len,
             window=window,
@@ -91,7 +91,7 @@ def draft_page_table_from_slots(
     `MP = ceil(max_len / page_size)`; a row is refused when `ctx_len + block_slots` exceeds `max_len`.
     """
     return DraftPages(
-        *DRAFT_PAGE_TABLE_FROM_SLOTS.functional(
+        *DRAFT_PAGE_TABLE_FROM_SLOTS.call(
             req_to_token,
             ctx_len,
             window=window,

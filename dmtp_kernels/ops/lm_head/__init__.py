@@ -64,7 +64,7 @@ def lm_head_select(
     check_instance("head", head, LMHead)
     check_whole("k", k)
     check_choice("logit_dtype", logit_dtype, LOGIT_DTYPES)
-    return LM_HEAD_SELECT.functional(hidden, *head.tensors(), **head.scalars(), k=k, logit_dtype=logit_dtype)
+    return LM_HEAD_SELECT.call(hidden, *head.tensors(), **head.scalars(), k=k, logit_dtype=logit_dtype)
 
 
 @takes_packed(LMHead)
@@ -94,7 +94,7 @@ def lm_head_screen(
     check_whole("k", k)
     if capacity is not None:
         head = dataclasses.replace(head, capacity=capacity)
-    return LM_HEAD_SCREEN.functional(hidden, *head.tensors(), **head.scalars(), k=k)
+    return LM_HEAD_SCREEN.call(hidden, *head.tensors(), **head.scalars(), k=k)
 
 
 def lm_head_rescore(
@@ -133,6 +133,6 @@ def lm_head_rescore(
     for name, number in (("k", k), ("id_offset", id_offset), ("num_valid", num_valid)):
         check_whole(name, number)
     check_choice("logit_dtype", logit_dtype, LOGIT_DTYPES)
-    return LM_HEAD_RESCORE.functional(
+    return LM_HEAD_RESCORE.call(
         hidden, weight, ids, count, k=k, id_offset=id_offset, num_valid=num_valid, logit_dtype=logit_dtype
     )

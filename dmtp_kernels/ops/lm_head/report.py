@@ -58,9 +58,9 @@ def lm_head_report(
     listed = head if head.certified else replace(head, full_scan=False)
     counts, hits, kept = [], 0, 0
     for part in states.split(_BATCH):
-        ids, count, _ = LM_HEAD_SCREEN.functional(part, *head.tensors(), **head.scalars())
-        key, _ = LM_HEAD_SELECT.functional(part, *exact.tensors(), **exact.scalars())
-        answer, _ = LM_HEAD_SELECT.functional(part, *listed.tensors(), **listed.scalars())
+        ids, count, _ = LM_HEAD_SCREEN.call(part, *head.tensors(), **head.scalars())
+        key, _ = LM_HEAD_SELECT.call(part, *exact.tensors(), **exact.scalars())
+        answer, _ = LM_HEAD_SELECT.call(part, *listed.tensors(), **listed.scalars())
         token = (~key << 32) >> 32
         hits += int(((ids == token) & (token >= 0)).any(dim=1).sum())
         kept += int((answer == key).sum())

@@ -60,7 +60,7 @@ def sample_rows(
 
     Source: Gumbel-max sampling as an exponential race; Philox4x32-10 (philox.py); contract choices in README.md.
     """
-    return Sampled(*SAMPLE_ROWS.functional(logits, temperature, seed, position, top_k, top_p, num_valid, stream))
+    return Sampled(*SAMPLE_ROWS.call(logits, temperature, seed, position, top_k, top_p, num_valid, stream))
 
 
 def check_temperature(values: Iterable[float], name: str = "temperature") -> None:

@@ -106,4 +106,4 @@ def fused_t1_prep(
         logit_dtype,
     )
     check_types(PrepArgs(*values))
-    return FUSED_T1_PREP.functional(*values)
+    return FUSED_T1_PREP.call(*values)

@@ -123,7 +123,7 @@ def _prepare(args: PrepArgs, keys: torch.Tensor, status: torch.Tensor | None) ->
     given = args._replace(t1_override=token)._asdict()
     arguments = FUSED_T1_PREP.functional._schema.arguments
     positional = [given.pop(a.name) for a in arguments if not a.kwarg_only]
-    t1, ids, block, certified = FUSED_T1_PREP.functional(*positional, **given)
+    t1, ids, block, certified = FUSED_T1_PREP.call(*positional, **given)
     if status is not None:
         certified &= status < UNCERTIFIED
     return t1, ids, block, certified

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dmtp_kernels.models.checkpoint import CheckpointError
+from dmtp_kernels.models.smollm2 import DRAFTERS
 from dmtp_kernels.training.runner import TrainingError
 from dmtp_kernels.training.smollm2.data import DataError
 from dmtp_kernels.training.smollm2.measure import measure
@@ -23,9 +24,15 @@ def main(
     measured: Annotated[
         bool, typer.Option("--measure/--no-measure", help="put acceptance figures in the record")
     ] = True,
+    shipped: Annotated[
+        bool, typer.Option("--shipped", help="train nothing: print the acceptance figures of the weights that ship")
+    ] = False,
 ) -> None:
     """Train the drafters of SmolLM2 on its own answers, and write smollm2.safetensors and its record."""
     try:
+        if shipped:
+            measure(DRAFTERS, record=False, log=lambda line: print(line, flush=True))
+            return
         path = train(out, seed=seed, budget=budget, resume=resume, log=lambda line: print(line, flush=True))
         if measured:
             measure(path, log=lambda line: print(line, flush=True))

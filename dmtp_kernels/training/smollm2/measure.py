@@ -22,9 +22,10 @@ def measure(
     methods: Sequence[str] = METHODS,
     new_tokens: int = NEW_TOKENS,
     smol: SmolLM2 | None = None,
+    record: bool = True,
     log: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Decode `PROMPTS` with every method in fp32, all in one batch, and put the figures in the record beside `path`.
+    """Decode `PROMPTS` with every method in fp32, all in one batch; the figures go into the record beside `path` if `record`.
 
     Raises CheckpointError where the file cannot be used, ImportError without the model's packages.
     """
@@ -47,7 +48,8 @@ def measure(
         # what this machine did beside them is no figure of the methods
         for row in result["methods"].values():
             del row["tokens_per_second"]
-        add_to_record(path, result)
+        if record:
+            add_to_record(path, result)
         results.append(result)
         for name, row in result["methods"].items():
             if row.get("t1_acceptance") is not None:
