@@ -25,7 +25,7 @@ def measure(
     record: bool = True,
     log: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Decode `PROMPTS` with every method in fp32, all in one batch; the figures go into the record beside `path` if `record`.
+    """Decode `PROMPTS` with every method in fp32, all in one batch; `record`: put the figures into that beside `path`.
 
     Raises CheckpointError where the file cannot be used, ImportError without the model's packages.
     """
