@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from dmtp_kernels.engines.sglang.algorithm import register_algorithm
 from dmtp_kernels.engines.sglang.switches import HOOKS, VARIABLE, chosen
@@ -19,14 +19,17 @@ SUPPORTED = "0.5.23"
 def register() -> None:
     """Add the speculative algorithm `DMTP`, and hook the ops that `DMTP_SGLANG_OPS` lists into SGLang's DFLASH worker.
 
-    On another release of SGLang nothing is added.
+    On another release of SGLang, or without it, nothing is added.
 
     Raises:
-        RuntimeError: another release of SGLang, and the variable lists an op.
+        RuntimeError: another release of SGLang or none, and the variable lists an op.
         ValueError: the variable names an op that cannot be switched.
     """
     names = chosen()
-    found = version("sglang")
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        found = "not installed"
     if found != SUPPORTED:
         if names:
             raise RuntimeError(f"{VARIABLE}: SGLang is {found}, the hooks are for {SUPPORTED}; nothing is replaced")

@@ -12,7 +12,7 @@ import torch
 from dmtp_kernels.decode.stack import op_fusion
 from dmtp_kernels.engines.sglang import tensors
 from dmtp_kernels.engines.sglang.draft import MTPDraft
-from dmtp_kernels.engines.vllm.settings import DraftSource, draft_source
+from dmtp_kernels.engines.source import DraftSource, draft_source
 from dmtp_kernels.models.formats import read_dmtp, read_mtp
 from dmtp_kernels.ops.t1_prep import Fusion, fused_t1_prep
 

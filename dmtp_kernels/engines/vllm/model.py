@@ -14,7 +14,7 @@ from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionB
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from dmtp_kernels.decode.stack import op_fusion
-from dmtp_kernels.engines.vllm.settings import DraftSource
+from dmtp_kernels.engines.source import DraftSource
 from dmtp_kernels.models.config import LayerConfig
 from dmtp_kernels.models.formats import read_dmtp, read_mtp
 from dmtp_kernels.ops.block_attention import block_attention

@@ -6,13 +6,8 @@ import functools
 from dataclasses import asdict
 from typing import Any
 
-from dmtp_kernels.engines.vllm.settings import (
-    MARK,
-    SUPPORTED,
-    chosen_ops,
-    draft_source,
-    supported_version,
-)
+from dmtp_kernels.engines.source import draft_source
+from dmtp_kernels.engines.vllm.settings import MARK, SUPPORTED, chosen_ops, supported_version
 
 METHOD = "dmtp"
 _GIVEN = ("speculative_config", "spec_method", "spec_model", "spec_tokens")

@@ -12,9 +12,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
+from dmtp_kernels.engines.source import DraftSource
 from dmtp_kernels.engines.vllm.model import DMTPDraft
 from dmtp_kernels.engines.vllm.repairs import repair_sampling
-from dmtp_kernels.engines.vllm.settings import MARK, OPS, DraftSource, chosen_ops
+from dmtp_kernels.engines.vllm.settings import MARK, OPS, chosen_ops
 from dmtp_kernels.engines.vllm.steps import Draw, Head, commit_rows, draft_round, num_valid
 from dmtp_kernels.engines.vllm.switches import Switches
 

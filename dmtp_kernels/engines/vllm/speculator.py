@@ -10,8 +10,9 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
+from dmtp_kernels.engines.source import DraftSource
 from dmtp_kernels.engines.vllm.model import DMTPDraft
-from dmtp_kernels.engines.vllm.settings import MARK, OPS, DraftSource, chosen_ops
+from dmtp_kernels.engines.vllm.settings import MARK, OPS, chosen_ops
 from dmtp_kernels.engines.vllm.steps import Head, commit_rows, draft_round, num_valid
 from dmtp_kernels.engines.vllm.switches import Switches
 

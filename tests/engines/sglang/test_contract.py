@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from dmtp_kernels.decode.dense import causal_mask, dense_attend, target_forward
 from dmtp_kernels.decode.engine import Engine
 from dmtp_kernels.decode.request import Request
 from dmtp_kernels.decode.stack import op_fusion
-from dmtp_kernels.engines.sglang import tensors
+from dmtp_kernels.engines.sglang import register, tensors
 from dmtp_kernels.engines.sglang.draft import MTPDraft
 from dmtp_kernels.models.checkpoint import Checkpoint, load_checkpoint
 from dmtp_kernels.ops.block_attention import block_attention
@@ -170,3 +171,12 @@ def test_rounds_equal_the_loop(page_size: int) -> None:
         assert torch.allclose(rounds.draft.hidden[1 + i], last_mtp_state(trio, text + tokens[i]), atol=1e-4)
     # what padded rows computed went nowhere
     assert not rounds.target.k[:, 0].any() and not rounds.draft.k[:, 0].any() and not rounds.draft.hidden[0].any()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed")
+def test_without_sglang_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DMTP_SGLANG_OPS", raising=False)
+    register()
+    monkeypatch.setenv("DMTP_SGLANG_OPS", "commit_kv")
+    with pytest.raises(RuntimeError, match="SGLang is not installed, the hooks are for"):
+        register()
