@@ -3,6 +3,7 @@
 #include "cuda/scratch.h"
 #include "dmtp/accept.h"
 #include "dmtp/advance.h"
+#include "dmtp/block_attention.h"
 #include "dmtp/commit_kv.h"
 #include "dmtp/draft_pages.h"
 #include "dmtp/sample.h"
@@ -26,6 +27,12 @@ const char* sample_rows(const Scratched<SampleRows>&, void* stream);
 const char* t1_prep(const T1Call&, void* scratch, void* barrier, void* stream);
 // -1 where there are no kernels for a call.
 int64_t t1_prep_bytes(const T1Call&);
+
+// Bytes of scratch that a call needs for partial sums of long histories (0: none), or -1 where there are no kernels for
+// it.
+int64_t block_attention_bytes(const BlockAttention&);
+// One launch, or two where a request may have more than one chunk.
+const char* block_attention(const BlockAttention&, void* scratch, void* stream);
 
 // Whether there are kernels for a commit: heads that are computed on have bounds, and so has the number of caches.
 bool commit_takes(const CommitKV&);
