@@ -89,13 +89,13 @@ template <class Wide>
 __device__ inline Wide load_as(DType dtype, const void* from, int64_t i) {
   switch (dtype) {
     case DType::f64:
-      return static_cast<Wide>(static_cast<const double*>(from)[i]);
+      return static_cast<Wide>(load_global(static_cast<const double*>(from) + i));
     case DType::f32:
-      return static_cast<const float*>(from)[i];
+      return load_global(static_cast<const float*>(from) + i);
     case DType::f16:
-      return from_fp16(static_cast<const uint16_t*>(from)[i]);
+      return from_fp16(load_global(static_cast<const uint16_t*>(from) + i));
     default:
-      return from_bf16(static_cast<const uint16_t*>(from)[i]);
+      return from_bf16(load_global(static_cast<const uint16_t*>(from) + i));
   }
 }
 
@@ -104,22 +104,22 @@ template <class Wide>
 __device__ inline void store_as(DType dtype, void* to, int64_t i, Wide x) {
   switch (dtype) {
     case DType::f64:
-      static_cast<double*>(to)[i] = x;
+      store_global(static_cast<double*>(to) + i, static_cast<double>(x));
       return;
     case DType::f32:
-      static_cast<float*>(to)[i] = static_cast<float>(x);
+      store_global(static_cast<float*>(to) + i, static_cast<float>(x));
       return;
     case DType::f16:
-      static_cast<uint16_t*>(to)[i] = to_fp16(static_cast<float>(x));
+      store_global(static_cast<uint16_t*>(to) + i, to_fp16(static_cast<float>(x)));
       return;
     case DType::bf16:
-      static_cast<uint16_t*>(to)[i] = to_bf16(static_cast<float>(x));
+      store_global(static_cast<uint16_t*>(to) + i, to_bf16(static_cast<float>(x)));
       return;
     case DType::f8e4m3:
-      static_cast<uint8_t*>(to)[i] = to_fp8(static_cast<float>(x), 448.0f, 3, 7);
+      store_global(static_cast<uint8_t*>(to) + i, to_fp8(static_cast<float>(x), 448.0f, 3, 7));
       return;
     default:
-      static_cast<uint8_t*>(to)[i] = to_fp8(static_cast<float>(x), 57344.0f, 2, 15);
+      store_global(static_cast<uint8_t*>(to) + i, to_fp8(static_cast<float>(x), 57344.0f, 2, 15));
   }
 }
 

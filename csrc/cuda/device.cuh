@@ -44,7 +44,33 @@ const char* launch(void (*kernel)(Wanted...), int64_t blocks, int threads, void*
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
+
+inline int device_has(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
 #endif
+
+// Plain accesses to global memory, that tests count.
+template <class T>
+__device__ inline T load_global(const T* at) {
+#ifdef DMTP_CUDA_HOST
+  host::aligned(at, alignof(T));
+  host::record(at, sizeof(T), false);
+#endif
+  return *at;
+}
+
+template <class T>
+__device__ inline void store_global(T* at, T value) {
+#ifdef DMTP_CUDA_HOST
+  host::aligned(at, alignof(T));
+  host::record(at, sizeof(T), true);
+#endif
+  *at = value;
+}
 
 __device__ inline bool given(const Tensor& t) {
   return t.dtype != DType::none;
@@ -56,8 +82,8 @@ __device__ inline T* row_of(const Tensor& t, int64_t row, int64_t entry = 0) {
 }
 
 __device__ inline int64_t index_at(const Tensor& t, int64_t offset) {
-  return t.dtype == DType::i64 ? static_cast<const int64_t*>(t.data)[offset]
-                               : static_cast<const int32_t*>(t.data)[offset];
+  return t.dtype == DType::i64 ? load_global(static_cast<const int64_t*>(t.data) + offset)
+                               : load_global(static_cast<const int32_t*>(t.data) + offset);
 }
 
 __device__ inline int64_t index_of(const Tensor& t, int64_t row) {
@@ -66,9 +92,9 @@ __device__ inline int64_t index_of(const Tensor& t, int64_t row) {
 
 __device__ inline void set_index(const Tensor& t, int64_t offset, int64_t value) {
   if (t.dtype == DType::i64) {
-    static_cast<int64_t*>(t.data)[offset] = value;
+    store_global(static_cast<int64_t*>(t.data) + offset, value);
   } else {
-    static_cast<int32_t*>(t.data)[offset] = static_cast<int32_t>(value);
+    store_global(static_cast<int32_t*>(t.data) + offset, static_cast<int32_t>(value));
   }
 }
 

@@ -74,13 +74,6 @@ const char* launch_early(void (*kernel)(Wanted...), int64_t blocks, int threads,
 #define DMTP_AFTER_LAST_KERNEL()
 #endif
 
-inline int device_has(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&value, attribute, device);
-  return value;
-}
-
 inline bool cooperates() {
   return device_has(cudaDevAttrCooperativeLaunch) != 0;
 }

@@ -38,6 +38,12 @@ inline void mma(Fp16Mma, float (&c)[4], const FragmentA& a, const FragmentB& b) 
 inline void mma(Int8Mma, int32_t (&c)[4], const FragmentA& a, const FragmentB& b) {
   host::mma(c, a.of, b.of);
 }
+inline void load_matrices(uint32_t (&r)[4], const void* row) {
+  host::load_matrices(r, row, false);
+}
+inline void load_transposed(uint32_t (&r)[4], const void* row) {
+  host::load_matrices(r, row, true);
+}
 #else
 __device__ inline void mma(Bf16Mma, float (&c)[4], const FragmentA& a, const FragmentB& b) {
   asm volatile(
@@ -54,6 +60,24 @@ __device__ inline void mma(Int8Mma, int32_t (&c)[4], const FragmentA& a, const F
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                : "r"(a.of[0]), "r"(a.of[1]), "r"(a.of[2]), "r"(a.of[3]), "r"(b.of[0]), "r"(b.of[1]));
+}
+
+// Four matrices of 8 x 8 elements of 16 bits from shared memory: lane l gives row l % 8 of matrix l / 8, 16 bytes at a
+// multiple of 16, and gets as r[i] of matrix i the elements in row l / 4, columns 2 (l % 4) and the next.
+__device__ inline void load_matrices(uint32_t (&r)[4], const void* row) {
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+// The same of the transposed matrices: in column l / 4, rows 2 (l % 4) and the next.
+__device__ inline void load_transposed(uint32_t (&r)[4], const void* row) {
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
 }
 #endif
 

@@ -18,6 +18,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define DMTP_SHARED(Type, name) Type& name = *static_cast<Type*>(dmtp::host::shared(__COUNTER__, sizeof(Type)))
+#define DMTP_DYNAMIC_SHARED(Type, name) Type& name = *static_cast<Type*>(dmtp::host::dynamic_shared(sizeof(Type)))
 
 #define threadIdx (dmtp::host::current->index)
 #define blockIdx (dmtp::host::current->block)
@@ -54,6 +55,12 @@ struct alignas(16) uint4 {
 };
 struct alignas(8) uint2 {
   unsigned x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
 };
 
 inline int lane_of() {

@@ -3,20 +3,21 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <map>
 #include <memory>
 #include <random>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "fibers.h"
 
-// What the schedule (fibers.cpp) and the words of a warp (lanes.cpp) share.
+// What the schedule (fibers.cpp), the words of a warp (lanes.cpp) and shared memory (shared_memory.cpp) share.
 namespace dmtp::host {
 
 constexpr int kWarp = 32;
+constexpr size_t kSharedMost = 227 << 10;  // bytes of a block
+
+struct Cluster;
 
 enum class State : uint8_t { ready, waiting, done };
 
@@ -51,15 +52,28 @@ struct Fiber : Thread {
 
 struct Block {
   std::vector<Fiber> threads;
-  std::map<int, std::pair<std::unique_ptr<char[]>, size_t>> shared;
-  size_t shared_bytes = 0;
+  Cluster* cluster = nullptr;
+  char* shared = nullptr;
+  bool begun = false;
   size_t at_barrier = 0, done = 0;  // threads
+};
+
+struct Cluster {
+  std::vector<std::unique_ptr<Block>> blocks;
+  size_t at_barrier = 0;  // threads
+
+  size_t threads() const { return blocks.size() * blocks[0]->threads.size(); }
+  size_t done() const {
+    size_t all = 0;
+    for (const auto& block : blocks) {
+      all += block->done;
+    }
+    return all;
+  }
 };
 
 extern std::mt19937_64 draw;
 extern std::vector<Fiber*> ready;
-extern std::string without;             // the barriers that are switched off
-extern std::set<std::string> barriers;  // that ran
 
 // "file.cu:line".
 std::string name_of(Site);
@@ -71,5 +85,16 @@ void to_scheduler();
 [[noreturn]] void fail(const std::string& message);
 // After a thread began to wait, or returned: then it may be the last that others waited for.
 void release(Fiber&);
+
+// For a launch whose blocks have this much dynamic shared memory.
+void lay_out_shared(size_t dynamic);
+// A block's shared memory, full of garbage. Closed, it has no access.
+char* take_shared();
+void close_shared(char*, bool closed);
+bool closed_shared(const void* at);
+// Whether no byte between the variables was written.
+bool intact_shared(const char*);
+void give_shared(char*);
+void count_launch();
 
 }  // namespace dmtp::host

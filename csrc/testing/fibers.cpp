@@ -1,4 +1,3 @@
-#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -6,25 +5,25 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 
 #include "fiber_state.h"
+#include "watch.h"
 
 namespace dmtp::host {
 
 Thread* current = nullptr;
 Index block_size, grid_size;
+int processors = 132;
 std::mt19937_64 draw;
 std::vector<Fiber*> ready;
-std::string without;
-std::set<std::string> barriers;
 
 namespace {
 
 constexpr size_t kStack = 64 << 10;
-constexpr size_t kSharedMost = 48 << 10;  // bytes of a block that CUDA gives without being asked
 
 uint64_t seed = 0, launches = 0;
-std::string words, fault;
+std::string fault;
 std::vector<Stack*> stacks;  // not in use
 const std::function<void()>* body = nullptr;
 jmp_buf scheduler;
@@ -51,6 +50,12 @@ Fiber& self() {
 void fail(const std::string& message) {
   fault = message;
   _longjmp(scheduler, 2);
+}
+
+void misaligned(const void* at, size_t unit) {
+  char text[64];
+  std::snprintf(text, sizeof text, ": %p is not a multiple of %zu", at, unit);
+  fail(where(self()) + text);
 }
 
 __attribute__((noinline)) void to_scheduler() {
@@ -105,43 +110,6 @@ __attribute__((noinline)) bool resume(Fiber& t) {
   return back == 1;
 }
 
-void outside(int, siginfo_t* info, void*) {
-  if (current == nullptr) {
-    signal(SIGSEGV, SIG_DFL);
-    return;
-  }
-  char text[64];
-  std::snprintf(text, sizeof text, ": an access outside of memory, at %p", info->si_addr);
-  fault = where(self()) + text;
-  _longjmp(scheduler, 2);
-}
-
-// Reports accesses outside of memory, while it lives.
-class Watch {
- public:
-  Watch() {
-    struct sigaction action{};
-    action.sa_sigaction = outside;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    stack_t stack{};
-    stack.ss_sp = stack_;
-    stack.ss_size = sizeof stack_;
-    sigaltstack(&stack, &stack_before_);
-    sigaction(SIGSEGV, &action, &segv_);
-    sigaction(SIGBUS, &action, &bus_);
-  }
-  ~Watch() {
-    sigaction(SIGSEGV, &segv_, nullptr);
-    sigaction(SIGBUS, &bus_, nullptr);
-    sigaltstack(&stack_before_, nullptr);
-  }
-
- private:
-  alignas(16) inline static char stack_[1 << 16];
-  struct sigaction segv_, bus_;
-  stack_t stack_before_;
-};
-
 std::unique_ptr<Block> make_block(uint64_t number) {
   auto block = std::make_unique<Block>();
   const size_t count = size_t{block_size.x} * block_size.y * block_size.z;
@@ -159,12 +127,60 @@ std::unique_ptr<Block> make_block(uint64_t number) {
   return block;
 }
 
-std::string stuck(const std::vector<std::unique_ptr<Block>>& resident) {
-  std::set<std::string> at;
-  for (const auto& block : resident) {
+std::unique_ptr<Cluster> make_cluster(uint64_t first, int blocks) {
+  auto cluster = std::make_unique<Cluster>();
+  for (int rank = 0; rank < blocks; ++rank) {
+    Block& block = *cluster->blocks.emplace_back(make_block(first + static_cast<uint64_t>(rank)));
+    block.cluster = cluster.get();
+    block.shared = take_shared();
+    if (blocks > 1) {
+      close_shared(block.shared, true);
+    }
+    for (Fiber& t : block.threads) {
+      t.rank = rank;
+      ready.push_back(&t);
+    }
+  }
+  return cluster;
+}
+
+void begin(Block& block) {
+  if (!block.begun && block.cluster->blocks.size() > 1) {
+    close_shared(block.shared, false);
+  }
+  block.begun = true;
+}
+
+// Whether the whole cluster has ended with it.
+bool end(Block& block) {
+  if (!intact_shared(block.shared)) {
+    fault = where(block.threads[0]) + ": its block wrote outside of its shared variables";
+  }
+  if (block.cluster->blocks.size() > 1) {
+    close_shared(block.shared, true);
+  }
+  return block.cluster->done() == block.cluster->threads();
+}
+
+void forget(const Cluster& cluster) {
+  for (const auto& block : cluster.blocks) {
     for (const Fiber& t : block->threads) {
-      if (t.state == State::waiting) {
-        at.insert(name_of(t.site));
+      // a fiber that did not return is forgotten
+      t.stack->started = t.stack->started && t.state == State::done;
+      stacks.push_back(t.stack);
+    }
+    give_shared(block->shared);
+  }
+}
+
+std::string stuck(const std::vector<std::unique_ptr<Cluster>>& resident) {
+  std::set<std::string> at;
+  for (const auto& cluster : resident) {
+    for (const auto& block : cluster->blocks) {
+      for (const Fiber& t : block->threads) {
+        if (t.state == State::waiting) {
+          at.insert(name_of(t.site));
+        }
       }
     }
   }
@@ -177,57 +193,47 @@ std::string stuck(const std::vector<std::unique_ptr<Block>>& resident) {
 
 }  // namespace
 
-void* shared(int site, size_t bytes) {
-  Block& block = *self().home;
-  auto& [memory, size] = block.shared[site];
-  if (!memory) {
-    size = bytes;
-    block.shared_bytes += bytes;
-    if (block.shared_bytes > kSharedMost) {
-      fail(where(self()) + ": more shared memory than a block has");
-    }
-    memory.reset(new char[bytes + 32]);
-    std::memset(memory.get(), 0xff, bytes + 32);  // NaN, or -1
-  }
-  const auto at = reinterpret_cast<uintptr_t>(memory.get());
-  return reinterpret_cast<void*>((at + 15) & ~uintptr_t{15});
-}
-
 int resident_blocks() {
   return 1 + static_cast<int>(seed / 3 % 3);
 }
 
-const char* run(Index grid, Index block, bool cooperative, const std::function<void()>& thread) {
+const char* run(Index grid, Index block, bool cooperative, const std::function<void()>& thread, Wish wish) {
   const uint64_t total = uint64_t{grid.x} * grid.y * grid.z, threads = uint64_t{block.x} * block.y * block.z;
   fault.clear();
   ++launches;
+  count_launch();
   if (total == 0 || threads == 0 || threads > 1024 || grid.y > 65535 || grid.z > 65535) {
     return "no such launch: a grid of nothing, or a block of more than 1,024 threads";
+  }
+  if (wish.cluster < 1 || wish.cluster > kMostCluster || grid.x % static_cast<unsigned>(wish.cluster) != 0) {
+    return "no such launch: a cluster of more than eight blocks, or a grid that clusters do not fill";
+  }
+  if (wish.dynamic < 0 || wish.dynamic > kSharedLimit) {
+    return "no such launch: more dynamic shared memory than a block has";
   }
   grid_size = grid;
   block_size = block;
   body = &thread;
   draw.seed(seed * 0x9e3779b97f4a7c15u + launches);
-  std::vector<uint64_t> order(total);
-  for (uint64_t i = 0; i < total; ++i) {
-    order[i] = i;
+  lay_out_shared(static_cast<size_t>(wish.dynamic));
+  std::vector<uint64_t> order(total / static_cast<uint64_t>(wish.cluster));
+  for (uint64_t i = 0; i < order.size(); ++i) {
+    order[i] = i * static_cast<uint64_t>(wish.cluster);
   }
   if (seed > 0) {
     std::shuffle(order.begin(), order.end(), draw);
   }
-  const size_t most = cooperative ? total : 1 + draw() % 3;
+  // clusters: up to three of one block, up to two of more
+  const size_t drawn = 1 + draw() % 3, most = cooperative ? total : wish.cluster > 1 ? (drawn + 1) / 2 : drawn;
   // the first two schedules are the plainest: threads in their order, and in the other
   const bool rising = seed == 0, falling = seed == 1;
-  std::vector<std::unique_ptr<Block>> resident;
+  std::vector<std::unique_ptr<Cluster>> resident;
   ready.clear();
-  uint64_t next = 0;
+  size_t next = 0;
   Watch watch;
-  while (next < total || !resident.empty()) {
-    while (resident.size() < most && next < total) {
-      resident.push_back(make_block(order[next++]));
-      for (Fiber& t : resident.back()->threads) {
-        ready.push_back(&t);
-      }
+  while (next < order.size() || !resident.empty()) {
+    while (resident.size() < most && next < order.size()) {
+      resident.push_back(make_cluster(order[next++], wish.cluster));
     }
     if (ready.empty()) {
       fault = stuck(resident);
@@ -235,6 +241,7 @@ const char* run(Index grid, Index block, bool cooperative, const std::function<v
     while (fault.empty() && !ready.empty()) {
       const size_t i = rising ? 0 : falling ? ready.size() - 1 : draw() % ready.size();
       Fiber& t = *ready[i];
+      begin(*t.home);
       if (!resume(t)) {
         break;
       }
@@ -251,20 +258,16 @@ const char* run(Index grid, Index block, bool cooperative, const std::function<v
         ready.pop_back();
       }
       release(t);
-      if (t.home->done == t.home->threads.size()) {
+      if (t.home->done == t.home->threads.size() && end(*t.home)) {
         break;
       }
     }
-    std::erase_if(resident, [&](const std::unique_ptr<Block>& one) {
-      if (fault.empty() && one->done < one->threads.size()) {
-        return false;
+    std::erase_if(resident, [](const std::unique_ptr<Cluster>& one) {
+      const bool over = !fault.empty() || one->done() == one->threads();
+      if (over) {
+        forget(*one);
       }
-      for (Fiber& t : one->threads) {
-        // a fiber that did not return is forgotten
-        t.stack->started = t.stack->started && t.state == State::done;
-        stacks.push_back(t.stack);
-      }
-      return true;
+      return over;
     });
     if (!fault.empty()) {
       return fault.c_str();
@@ -280,19 +283,10 @@ void dmtp_host_seed(uint64_t value) {
   dmtp::host::launches = 0;
 }
 
-void dmtp_host_without(const char* site) {
-  dmtp::host::without = site == nullptr ? "" : site;
-}
-
-const char* dmtp_host_barriers() {
-  dmtp::host::words.clear();
-  for (const std::string& name : dmtp::host::barriers) {
-    dmtp::host::words += name + " ";
-  }
-  dmtp::host::barriers.clear();
-  return dmtp::host::words.c_str();
-}
-
 uint64_t dmtp_host_launches() {
   return dmtp::host::launches;
+}
+
+void dmtp_host_processors(int count) {
+  dmtp::host::processors = count;
 }

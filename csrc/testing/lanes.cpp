@@ -1,10 +1,15 @@
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "fiber_state.h"
 
 namespace dmtp::host {
 namespace {
+
+std::string without;             // the barriers that are switched off
+std::set<std::string> barriers;  // that ran
+std::string words;
 
 Fiber* warp_of(const Fiber& t, size_t& lanes) {
   const size_t first = static_cast<size_t>(t.id) / kWarp * kWarp;
@@ -17,15 +22,32 @@ void wake(Fiber& t) {
   ready.push_back(&t);
 }
 
+void wake_all(Block& block) {
+  for (Fiber& t : block.threads) {
+    if (t.state == State::waiting) {
+      wake(t);
+    }
+  }
+}
+
 void release_block(Block& block) {
   if (block.at_barrier > 0 && block.at_barrier + block.done == block.threads.size()) {
     block.at_barrier = 0;
-    for (Fiber& t : block.threads) {
-      if (t.state == State::waiting) {
-        wake(t);
-      }
+    wake_all(block);
+  }
+}
+
+void release_cluster(Cluster& cluster) {
+  if (cluster.at_barrier > 0 && cluster.at_barrier + cluster.done() == cluster.threads()) {
+    cluster.at_barrier = 0;
+    for (const auto& block : cluster.blocks) {
+      wake_all(*block);
     }
   }
+}
+
+bool is_of_lanes(Together kind) {
+  return kind != Together::block_barrier && kind != Together::cluster_barrier;
 }
 
 // Lets a waiting lane and those it waits for go on, once all have come.
@@ -104,7 +126,7 @@ bool skipped(Site site) {
 }
 
 void release(Fiber& t) {
-  if (t.state == State::waiting && t.kind != Together::block_barrier) {
+  if (t.state == State::waiting && is_of_lanes(t.kind)) {
     return release_lanes(t);
   }
   Block& block = *t.home;
@@ -113,14 +135,15 @@ void release(Fiber& t) {
     size_t lanes;
     Fiber* warp = warp_of(t, lanes);
     for (size_t i = 0; i < lanes; ++i) {
-      if (warp[i].state == State::waiting && warp[i].kind != Together::block_barrier) {
+      if (warp[i].state == State::waiting && is_of_lanes(warp[i].kind)) {
         release_lanes(warp[i]);
       }
     }
   } else {
-    ++block.at_barrier;
+    ++(t.kind == Together::block_barrier ? block.at_barrier : block.cluster->at_barrier);
   }
   release_block(block);
+  release_cluster(*block.cluster);
 }
 
 void block_barrier(Site site) {
@@ -129,6 +152,16 @@ void block_barrier(Site site) {
   }
   Fiber& t = self();
   t.kind = Together::block_barrier;
+  t.site = site;
+  wait();
+}
+
+void cluster_barrier(Site site) {
+  if (skipped(site)) {
+    return;
+  }
+  Fiber& t = self();
+  t.kind = Together::cluster_barrier;
   t.site = site;
   wait();
 }
@@ -174,6 +207,12 @@ void join(void (*all)(void* const* lanes), void* mine) {
 }
 
 void copy_async(void* to, const void* from, int bytes) {
+  aligned(to, 16);
+  aligned(from, 16);
+  in_shared(to, 16);
+  if (bytes > 0) {
+    record(from, static_cast<size_t>(bytes), false);
+  }
   const Copy copy{to, from, bytes, self().group};
   if ((draw() & 3) == 0) {
     land(copy);
@@ -211,3 +250,16 @@ void before_atomic() {
 }
 
 }  // namespace dmtp::host
+
+void dmtp_host_without(const char* site) {
+  dmtp::host::without = site == nullptr ? "" : site;
+}
+
+const char* dmtp_host_barriers() {
+  dmtp::host::words.clear();
+  for (const std::string& name : dmtp::host::barriers) {
+    dmtp::host::words += name + " ";
+  }
+  dmtp::host::barriers.clear();
+  return dmtp::host::words.c_str();
+}

@@ -97,6 +97,26 @@ void all_int8(void* const* lanes) {
   }
 }
 
+struct Eighths {
+  const uint16_t* row;
+  uint32_t* r;
+};
+
+template <bool kTransposed>
+void all_rows(void* const* lanes) {
+  const auto element = [=](int matrix, int row, int column) -> uint32_t {
+    return static_cast<const Eighths*>(lanes[8 * matrix + row])->row[column];
+  };
+  for (int lane = 0; lane < 32; ++lane) {
+    const int one = lane / 4, pair = 2 * (lane % 4);
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t low = kTransposed ? element(i, pair, one) : element(i, one, pair);
+      const uint32_t high = kTransposed ? element(i, pair + 1, one) : element(i, one, pair + 1);
+      static_cast<const Eighths*>(lanes[lane])->r[i] = low | high << 16;
+    }
+  }
+}
+
 }  // namespace
 
 void mma(Half half, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -107,6 +127,13 @@ void mma(Half half, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
 void mma(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   Operands<int32_t> mine{a, b, c};
   join(all_int8, &mine);
+}
+
+void load_matrices(uint32_t (&r)[4], const void* row, bool transposed) {
+  aligned(row, 16);
+  in_shared(row, 16);
+  Eighths mine{static_cast<const uint16_t*>(row), r};
+  join(transposed ? all_rows<true> : all_rows<false>, &mine);
 }
 
 }  // namespace dmtp::host

@@ -13,5 +13,8 @@ enum class Half : uint8_t { bf16, fp16 };
 void mma(Half, float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 // c[16 x 8] += a[16 x 32] b[32 x 8] of int8, exact until it wraps.
 void mma(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+// r[i] of lane l: two 16-bit elements of matrix i, in row l / 4, columns 2 (l % 4) and the next; transposed, in column
+// l / 4, rows 2 (l % 4) and the next. Lane l gives row l % 8 of matrix l / 8, 16 bytes of shared memory.
+void load_matrices(uint32_t (&r)[4], const void* row, bool transposed);
 
 }  // namespace dmtp::host

@@ -12,10 +12,12 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,18 +28,19 @@ from dmtp_kernels.ops import _workspace
 ROOT = Path(dmtp_kernels.__file__).parents[1]
 CSRC = ROOT / "csrc"
 CACHE = ROOT / "build" / "cuda_host"
-PROBES = ROOT / "tests" / "cuda_host" / "probes.cu"
+PROBES = ROOT / "tests" / "cuda_host"
 TORCH = Path(torch.__file__).parent
 COMPILER = shutil.which("g++")
 # products and sums round separately unless the code says FMA, as in the CPU kernels
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-DDMTP_CUDA_HOST")
+ACCESS = np.dtype([("address", "u8"), ("bytes", "u4"), ("block", "u4"), ("launch", "u4"), ("store", "u4")])
 GLUE_FLAGS = ("-DTORCH_TARGET_VERSION=0x020b000000000000", "-DDMTP_CUDA_LIBRARY=dmtp_cuda_host", "-DDMTP_CUDA_KEY=CPU")
 
 
 def _objects() -> Iterator[tuple[Path, tuple[str, ...]]]:
     yield from ((source, ()) for source in sorted((CSRC / "testing").glob("*.cpp")))
     yield CSRC / "torch" / "stable" / "cuda.cpp", (*GLUE_FLAGS, f"-isystem{TORCH / 'include'}")
-    for source in (*sorted((CSRC / "cuda").glob("*.cu")), PROBES):
+    for source in (*sorted((CSRC / "cuda").glob("*.cu")), *sorted(PROBES.glob("*.cu"))):
         yield source, ()
 
 
@@ -79,6 +82,8 @@ def library() -> ctypes.CDLL:
     loaded.dmtp_host_launches.restype = ctypes.c_uint64
     loaded.dmtp_host_seed.argtypes = [ctypes.c_uint64]
     loaded.dmtp_host_without.argtypes = [ctypes.c_char_p]
+    loaded.dmtp_host_accesses.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    loaded.dmtp_host_accesses.restype = ctypes.c_uint64
     return loaded
 
 
@@ -107,6 +112,36 @@ def without(barrier: str) -> Iterator[None]:
     finally:
         library().dmtp_host_without(None)
         _workspace._buffers.clear()  # a launch that failed leaves its counters where they were
+
+
+def _accesses() -> np.ndarray[Any, Any]:
+    first = ctypes.c_void_p()
+    count = library().dmtp_host_accesses(ctypes.byref(first))
+    return np.frombuffer(ctypes.string_at(first, count * ACCESS.itemsize), ACCESS)
+
+
+@contextmanager
+def recorded() -> Iterator[Callable[[], np.ndarray[Any, Any]]]:
+    """What the kernels read and write in global memory by `load_global` and the like, in the order in which they do.
+
+    Yields a function that gives the accesses so far, until the next recording: `address`, `bytes`, linear `block`,
+    `launch` (0 is the first) and `store` (0 or 1) of each. Copies to shared memory count what they read.
+    """
+    library().dmtp_host_record(1)
+    try:
+        yield _accesses
+    finally:
+        library().dmtp_host_record(0)
+
+
+@contextmanager
+def processors(count: int) -> Iterator[None]:
+    """As if the device had this many multiprocessors; 132 else."""
+    library().dmtp_host_processors(count)
+    try:
+        yield
+    finally:
+        library().dmtp_host_processors(132)
 
 
 @contextmanager

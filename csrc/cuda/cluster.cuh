@@ -1,0 +1,174 @@
+#pragma once
+
+#include <atomic>
+
+#include "cuda/device.cuh"
+
+// Blocks of a cluster, whose shared memory all of them reach: sm_90 and later. Elsewhere a cluster is one block. And
+// shared memory whose size is the launch's.
+namespace dmtp::cuda {
+
+#ifdef DMTP_CUDA_HOST
+
+#define DMTP_WAIT_FOR_CLUSTER() dmtp::host::cluster_barrier({__FILE__, __LINE__})
+
+inline int cluster_rank() {
+  return host::current->rank;
+}
+
+template <class T>
+T* of_block(T* mine, int rank) {
+  return static_cast<T*>(host::of_block(mine, rank));
+}
+
+inline int most_cluster() {
+  return host::kMostCluster;
+}
+
+inline int64_t shared_limit() {
+  return host::kSharedLimit;
+}
+
+inline int processors() {
+  return host::processors;
+}
+
+template <class... Wanted, class... Given>
+const char* launch_clusters(void (*kernel)(Wanted...), int64_t blocks, int cluster, int threads, int64_t shared_bytes,
+                            void*, Given... arguments) {
+  if (blocks > kMostBlocks) {
+    return kTooManyBlocks;
+  }
+  const host::Index grid{static_cast<unsigned>(blocks), 1, 1}, block{static_cast<unsigned>(threads), 1, 1};
+  return host::run(grid, block, false, [=] { kernel(static_cast<Wanted>(arguments)...); }, {cluster, shared_bytes});
+}
+
+#else
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define DMTP_HAS_CLUSTERS 1
+#else
+#define DMTP_HAS_CLUSTERS 0
+#endif
+
+// dynamic shared memory of the block; the type has no constructor, and the launch asks for its size or more
+#define DMTP_DYNAMIC_SHARED(Type, name)                                 \
+  extern __shared__ __align__(128) unsigned char dmtp_dynamic_shared[]; \
+  Type& name = *reinterpret_cast<Type*>(dmtp_dynamic_shared)
+
+// All threads of the cluster's blocks that have not returned; what they wrote to each other's shared memory before is
+// seen behind it. All lanes of a warp come together.
+#define DMTP_WAIT_FOR_CLUSTER() dmtp::cuda::wait_for_cluster()
+
+__device__ inline void wait_for_cluster() {
+#if DMTP_HAS_CLUSTERS
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
+// Of the block in its cluster.
+__device__ inline int cluster_rank() {
+#if DMTP_HAS_CLUSTERS
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#else
+  return 0;
+#endif
+}
+
+// The same shared memory of another block of the cluster, which has begun and has not ended when it is touched: between
+// two DMTP_WAIT_FOR_CLUSTER.
+template <class T>
+__device__ inline T* of_block(T* mine, int rank) {
+#if DMTP_HAS_CLUSTERS
+  uint64_t theirs;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(theirs) : "l"(mine), "r"(rank));
+  return reinterpret_cast<T*>(theirs);
+#else
+  return mine;
+#endif
+}
+
+constexpr int kDevices = 64;
+
+// What `ask` says of the current device; it is asked once.
+template <class Ask>
+int asked_once(Ask ask) {
+  static std::atomic<int> known[kDevices];
+  int device = 0;
+  cudaGetDevice(&device);
+  if (device >= kDevices) {
+    return ask();
+  }
+  if (known[device] == 0) {
+    known[device] = ask();
+  }
+  return known[device];
+}
+
+// The most blocks that a cluster of a kernel of this file has: one too where it runs as the code of an older
+// generation.
+inline int most_cluster() {
+  return asked_once([] {
+    const int own =
+        100 * device_has(cudaDevAttrComputeCapabilityMajor) + 10 * device_has(cudaDevAttrComputeCapabilityMinor);
+#ifdef __CUDA_ARCH_LIST__
+    for (const int compiled : {__CUDA_ARCH_LIST__}) {
+      if (compiled == own && own >= 900 && device_has(cudaDevAttrClusterLaunch) != 0) {
+        return 8;
+      }
+    }
+#endif
+    return 1;
+  });
+}
+
+// Bytes of shared memory that a block may ask for, static variables among them.
+inline int64_t shared_limit() {
+  return asked_once([] { return device_has(cudaDevAttrMaxSharedMemoryPerBlockOptin); });
+}
+
+inline int processors() {
+  return asked_once([] { return device_has(cudaDevAttrMultiProcessorCount); });
+}
+
+// `blocks` is a multiple of `cluster`. Null, or what the runtime says of the launch.
+template <class... Wanted, class... Given>
+const char* launch_clusters(void (*kernel)(Wanted...), int64_t blocks, int cluster, int threads, int64_t shared_bytes,
+                            void* stream, Given... arguments) {
+  if (blocks > kMostBlocks) {
+    return kTooManyBlocks;
+  }
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes has{};
+  cudaError_t error = cudaFuncGetAttributes(&has, function);
+  if (error == cudaSuccess && shared_bytes > has.maxDynamicSharedSizeBytes) {
+    // always the same number: another thread may launch the kernel with less
+    const int64_t most = shared_limit() - static_cast<int64_t>(has.sharedSizeBytes);
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
+  }
+  if (error != cudaSuccess) {
+    return cudaGetErrorString(error);
+  }
+  cudaLaunchAttribute how{};
+  how.id = cudaLaunchAttributeClusterDimension;
+  how.val.clusterDim.x = static_cast<unsigned>(cluster);
+  how.val.clusterDim.y = how.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &how;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+#endif
+
+}  // namespace dmtp::cuda
