@@ -10,6 +10,7 @@ namespace dmtp::cuda {
 using host::commit_copies;
 using host::copy_async;
 #define DMTP_WAIT_COPIES(groups) dmtp::host::wait_copies({__FILE__, __LINE__}, groups)
+#define DMTP_WAIT_COPIES_BUT(groups) DMTP_WAIT_COPIES(groups)
 
 #else
 
@@ -30,6 +31,18 @@ __device__ inline void wait_copies() {
 
 // Until no more than the last `groups` committed groups of this thread are on their way.
 #define DMTP_WAIT_COPIES(groups) dmtp::cuda::wait_copies<groups>()
+
+// The same for 0, 1 or 2 groups, known at run time.
+__device__ inline void wait_copies_but(int groups) {
+  if (groups == 0) {
+    wait_copies<0>();
+  } else if (groups == 1) {
+    wait_copies<1>();
+  } else {
+    wait_copies<2>();
+  }
+}
+#define DMTP_WAIT_COPIES_BUT(groups) dmtp::cuda::wait_copies_but(groups)
 
 #endif
 

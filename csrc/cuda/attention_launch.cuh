@@ -1,0 +1,160 @@
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/attention_sum.cuh"
+
+// The kernel, the shapes that it is compiled for, and their choice. Sources block_attention_*.cu compile some each.
+namespace dmtp::cuda {
+
+template <class S>
+__global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const __grid_constant__ AttentionLaunch a) {
+  DMTP_DYNAMIC_SHARED(char, memory);
+  const int rank = a.cluster > 1 ? cluster_rank() : 0;
+  int item = static_cast<int>(blockIdx.x) / a.cluster;
+  const int first_row = item % a.tiles * S::kRows;
+  item /= a.tiles;
+  const int head = item % a.heads;
+  item /= a.heads;
+  const int chunk = item % a.chunks;
+  const int64_t b = item / a.chunks;
+  const Request request = request_of(a, b);
+  const int rows = kParts * a.part, first = request.base + chunk * rows;
+  const Span whole = span_of<S::kKeys>(request, first, rows);
+  if (chunk > 0 && whole.begin >= whole.end) {
+    return;
+  }
+  const Span span = a.cluster > 1 ? span_of<S::kKeys>(request, first + rank * a.part, a.part) : whole;
+  const int block_tiles = chunk == 0 && rank == 0 ? (request.length + S::kKeys - 1) / S::kKeys : 0;
+  const int tiles = block_tiles + (span.begin < span.end ? (span.end - span.begin + S::kKeys - 1) / S::kKeys : 0);
+  const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+  const AttentionMemory<S> own(&memory);
+  if (threadIdx.x < 4) {
+    own.sources[threadIdx.x] = source_of(a, static_cast<int>(threadIdx.x), b, head);
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < S::kKeyWarps * S::kRows; i += S::kThreads) {
+    own.tops[i] = kNone;
+    own.totals[i] = 0;
+  }
+  WarpState<S> state;
+  const Summing<S> summing{a,
+                           own,
+                           b,
+                           head,
+                           chunk,
+                           first_row,
+                           request,
+                           span,
+                           block_tiles,
+                           tiles,
+                           warp % S::kRowWarps * 16,
+                           warp / S::kRowWarps * 16,
+                           lane};
+  summing.run(state);
+  if (tiles == 0) {
+    // copies of q still write; and a state of nothing is there for all
+    DMTP_WAIT_COPIES(0);
+    __syncthreads();
+  }
+  if (a.cluster > 1) {
+    DMTP_WAIT_FOR_CLUSTER();
+  }
+  const bool alone = request.ctx - request.base <= rows;
+  const int share = S::kRows / a.cluster;
+  constexpr int kFours = S::kDim / 4;
+  for (int i = static_cast<int>(threadIdx.x); i < share * kFours; i += S::kThreads) {
+    const int row = rank * share + i / kFours, column = i % kFours * 4, number = first_row + row;
+    if (number >= a.query_rows || column >= a.dim) {
+      continue;
+    }
+    State sum;
+    for (int other = 0; other < a.cluster; ++other) {
+      for (int g = 0; g < (a.cluster > 1 ? S::kKeyWarps : 1); ++g) {
+        const auto there = [&](float* mine) { return a.cluster > 1 ? of_block(mine, other) : mine; };
+        const float top = *there(own.tops + g * S::kRows + row);
+        // one of no key was not written
+        if (top != kNone) {
+          const float total = *there(own.totals + g * S::kRows + row);
+          sum.add(top, total, *reinterpret_cast<float4*>(there(&sum_at<S>(own.sum_of(g), row, column)->x)));
+        }
+      }
+    }
+    if (alone) {
+      finish(a, b, head, number, column, sum);
+    } else {
+      leave(a, partial_row(a, b, head, chunk, number), column, sum);
+    }
+  }
+  if (a.cluster > 1) {
+    // nobody leaves while others read what it has summed
+    DMTP_WAIT_FOR_CLUSTER();
+  }
+}
+
+// Blocks of one cluster for each chunk, where the chunks are too few for the device: not measured. A wide table may
+// hold short histories, so no more than two chunks a request are counted on.
+int cluster_for(const AttentionLaunch& a) {
+  const int64_t blocks = int64_t{a.batch} * a.heads * a.tiles * std::min(a.chunks, 2);
+  const bool parts = a.capacity > a.part && (a.window < 0 || a.window > a.part);
+  return parts && most_cluster() >= kParts && blocks < processors() * 3 / 4 ? kParts : 1;
+}
+
+template <class S>
+int stages_of() {
+  const int64_t fit = (shared_limit() - S::kFixedBytes) / S::kStageBytes;
+  return static_cast<int>(std::min<int64_t>(fit, S::kMostStages));
+}
+
+template <class S>
+bool fits() {
+  return stages_of<S>() >= 2;
+}
+
+template <class S>
+const char* launch_shape(AttentionLaunch a, void* stream) {
+  a.tiles = (a.query_rows + S::kRows - 1) / S::kRows;
+  a.stages = stages_of<S>();
+  a.cluster = cluster_for(a);
+  const int64_t blocks = int64_t{a.batch} * a.chunks * a.heads * a.tiles * a.cluster;
+  const int64_t shared = S::kFixedBytes + int64_t{a.stages} * S::kStageBytes;
+  return launch_clusters(block_attention_kernel<S>, blocks, a.cluster, S::kThreads, shared, stream, a);
+}
+
+// Calls `each` with the shape for a call; false where none fits the device.
+template <class Kind, bool kFp8, class Each>
+bool with_shape(const AttentionLaunch& a, Each each) {
+  const auto found = [&](auto shape) { return stages_of<decltype(shape)>() >= 2 && (each(shape), true); };
+  const auto of_dim = [&](auto padded) {
+    constexpr int kDim = decltype(padded)::value;
+    if constexpr (std::is_same_v<Kind, Fp32Fma>) {
+      return found(AttentionShape<Kind, kDim, 2, 1, kFp8>{});
+    } else {
+      if constexpr (std::is_same_v<Kind, Bf16Mma>) {
+        if (a.query_rows <= 32 && found(AttentionShape<Kind, kDim, 2, 4, kFp8>{})) {
+          return true;
+        }
+      }
+      return found(AttentionShape<Kind, kDim, 4, 2, kFp8>{});
+    }
+  };
+  return a.dim <= 64    ? of_dim(std::integral_constant<int, 64>{})
+         : a.dim <= 128 ? of_dim(std::integral_constant<int, 128>{})
+                        : of_dim(std::integral_constant<int, 256>{});
+}
+
+// Null, or why the launch failed.
+template <class Kind, bool kFp8>
+const char* launch_attention(const AttentionLaunch& a, void* stream) {
+  const char* error = "no kernel for this call";
+  with_shape<Kind, kFp8>(a, [&](auto shape) { error = launch_shape<decltype(shape)>(a, stream); });
+  return error;
+}
+
+extern template const char* launch_attention<Bf16Mma, false>(const AttentionLaunch&, void*);
+extern template const char* launch_attention<Bf16Mma, true>(const AttentionLaunch&, void*);
+extern template const char* launch_attention<Fp16Mma, false>(const AttentionLaunch&, void*);
+extern template const char* launch_attention<Fp16Mma, true>(const AttentionLaunch&, void*);
+extern template const char* launch_attention<Fp32Fma, false>(const AttentionLaunch&, void*);
+
+}  // namespace dmtp::cuda
