@@ -43,10 +43,11 @@ __global__ void cluster_kernel(const int* in, int* out) {
   const int rank = dmtp::cuda::cluster_rank(), blocks = dmtp::cuda::most_cluster(), at = blockIdx.x * n + i;
   s.of[i] = in[at];
   DMTP_WAIT_FOR_CLUSTER();
+  const Values* second = dmtp::cuda::of_block(&s, (rank + 2) % blocks);
   const int theirs = dmtp::cuda::of_block(&s, (rank + 1) % blocks)->of[(i + 1) % n];
   dmtp::cuda::of_block(&written, (rank + 1) % blocks)->of[i] = 1000 * rank + theirs;
   DMTP_WAIT_FOR_CLUSTER();
-  out[at] = 1000 * written.of[i] + dmtp::cuda::of_block(&s, (rank + 2) % blocks)->of[i];
+  out[at] = 1000 * written.of[i] + second->of[i];
   DMTP_WAIT_FOR_CLUSTER();
 }
 
