@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const _
 
 // Blocks of one cluster for each chunk, where the chunks are too few for the device: not measured. A wide table may
 // hold short histories, so no more than two chunks a request are counted on.
-int cluster_for(const AttentionLaunch& a) {
-  const int64_t blocks = int64_t{a.batch} * a.heads * a.tiles * std::min(a.chunks, 2);
+inline int cluster_for(const AttentionLaunch& a) {
+  const int64_t blocks = a.batch * a.heads * a.tiles * std::min(a.chunks, 2);
   const bool parts = a.capacity > a.part && (a.window < 0 || a.window > a.part);
   return parts && most_cluster() >= kParts && blocks < processors() * 3 / 4 ? kParts : 1;
 }
@@ -116,9 +116,12 @@ const char* launch_shape(AttentionLaunch a, void* stream) {
   a.tiles = (a.query_rows + S::kRows - 1) / S::kRows;
   a.stages = stages_of<S>();
   a.cluster = cluster_for(a);
-  const int64_t blocks = int64_t{a.batch} * a.chunks * a.heads * a.tiles * a.cluster;
+  const int64_t each = int64_t{a.chunks} * a.heads * a.tiles * a.cluster;
+  if (a.batch > kMostBlocks / each) {
+    return kTooManyBlocks;
+  }
   const int64_t shared = S::kFixedBytes + int64_t{a.stages} * S::kStageBytes;
-  return launch_clusters(block_attention_kernel<S>, blocks, a.cluster, S::kThreads, shared, stream, a);
+  return launch_clusters(block_attention_kernel<S>, a.batch * each, a.cluster, S::kThreads, shared, stream, a);
 }
 
 // Calls `each` with the shape for a call; false where none fits the device.

@@ -64,7 +64,8 @@ struct AttentionLaunch {
   float* sums;    // [B, Hkv, chunks, S * group, D] of requests with more than one chunk, in log2 units
   float* totals;  // [B, Hkv, chunks, S * group]
   float* tops;
-  int batch, heads, group, slots, query_rows, dim;
+  int64_t batch;
+  int heads, group, slots, query_rows, dim;
   int block_rows, page_size, pages, capacity, window;  // window < 0: no limit
   int tiles, chunks, part, cluster, stages;
   float factor, cap;  // of scores in log2 units; 0: no cap

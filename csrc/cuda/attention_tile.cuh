@@ -148,7 +148,8 @@ struct Tile16 {
 template <class S>
 struct Tile32 {
   __device__ static Scores scores(char* q, char* keys, int row, int key, int lane, int dim) {
-    Scores s{};
+    // four chains a dot, of every fourth column: half the error of one
+    float sums[8][4] = {};
     const int g = lane / 4;
 #pragma unroll 1
     for (int piece = 0; 4 * piece < dim; ++piece) {
@@ -157,14 +158,18 @@ struct Tile32 {
       };
       const float4 q0 = four(q, row + g), q1 = four(q, row + g + 8);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float4 x = j < 2 ? q0 : q1, y = four(keys, key + key_of(n, j, lane));
-          float& sum = s.of[n][j];
-          sum = __fmaf_rn(x.x, y.x, __fmaf_rn(x.y, y.y, __fmaf_rn(x.z, y.z, __fmaf_rn(x.w, y.w, sum))));
-        }
+      for (int i = 0; i < 8; ++i) {
+        const float4 x = i % 4 < 2 ? q0 : q1, y = four(keys, key + key_of(i / 4, i % 4, lane));
+        sums[i][0] = __fmaf_rn(x.x, y.x, sums[i][0]);
+        sums[i][1] = __fmaf_rn(x.y, y.y, sums[i][1]);
+        sums[i][2] = __fmaf_rn(x.z, y.z, sums[i][2]);
+        sums[i][3] = __fmaf_rn(x.w, y.w, sums[i][3]);
       }
+    }
+    Scores s;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      s.of[i / 4][i % 4] = (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
     }
     return s;
   }

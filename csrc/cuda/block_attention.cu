@@ -69,7 +69,7 @@ int64_t part_of(const AttentionLaunch& a, int64_t row_bytes) {
 AttentionLaunch launch_for(const BlockAttention& c) {
   AttentionLaunch a{};
   a.call = c;
-  a.batch = static_cast<int>(c.q.size[0]);
+  a.batch = c.q.size[0];
   a.slots = static_cast<int>(c.q.size[1]);
   a.dim = static_cast<int>(c.q.size[3]);
   a.heads = static_cast<int>(c.k_cache.size[2]);
@@ -114,12 +114,12 @@ int64_t block_attention_bytes(const BlockAttention& c) {
   const AttentionLaunch a = launch_for(c);
   const bool fits = with_kind(
       c, [&](auto kind, auto fp8) { return with_shape<decltype(kind), decltype(fp8)::value>(a, [](auto) {}); });
-  return !fits ? -1 : a.chunks == 1 ? 0 : int64_t{a.batch} * a.heads * a.chunks * a.query_rows * (a.dim + 2) * 4;
+  return !fits ? -1 : a.chunks == 1 ? 0 : a.batch * a.heads * a.chunks * a.query_rows * (a.dim + 2) * 4;
 }
 
 const char* block_attention(const BlockAttention& c, void* scratch, void* stream) {
   AttentionLaunch a = launch_for(c);
-  const int64_t rows = int64_t{a.batch} * a.heads * a.chunks * a.query_rows;
+  const int64_t rows = a.batch * a.heads * a.chunks * a.query_rows;
   a.sums = static_cast<float*>(scratch);
   a.totals = a.sums + rows * a.dim;
   a.tops = a.totals + rows;
@@ -128,7 +128,7 @@ const char* block_attention(const BlockAttention& c, void* scratch, void* stream
   if (error != nullptr || a.chunks == 1) {
     return error;
   }
-  const int64_t items = int64_t{a.batch} * a.heads * a.query_rows * ((a.dim + 3) / 4);
+  const int64_t items = a.batch * a.heads * a.query_rows * ((a.dim + 3) / 4);
   return launch(block_attention_combine_kernel, (items + kCombineThreads - 1) / kCombineThreads, kCombineThreads,
                 stream, a);
 }
