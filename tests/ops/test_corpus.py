@@ -27,6 +27,8 @@ from tests.ops.conftest import INTERPRETED, kernel_backends
 TURNS = {"cuda": (0, 1, 7, 8), "cpu": (0, 1), "triton": (0,)}
 WANTED: dict[str, str] = json.loads(DIGESTS.read_text())
 OPS = sorted({entry.op for entry in ENTRIES})
+# attention is held against float64 (tests/cuda_host/test_cuda_host_attention.py): no two backends have its bits
+PINNED = sorted({*cuda_ops()} - {"block_attention"})
 BY_ENTRY = pytest.mark.parametrize("entry", ENTRIES, ids=[entry.id for entry in ENTRIES])
 BY_OP = pytest.mark.parametrize("op", OPS)
 
@@ -79,7 +81,7 @@ def test_a_backend_gives_the_references_bits(entry: Entry, backend: str) -> None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA kernels run in a plain process")
-@pytest.mark.parametrize("op", cuda_ops())
+@pytest.mark.parametrize("op", PINNED)
 def test_row_175_no_request_launches_nothing(op: str) -> None:
     # triton-lang/triton-ascend#984: a grid of no blocks is an error of CUDA's
     (entry,) = (entry for entry in ENTRIES if entry.op == op and entry.name == "none")
@@ -100,8 +102,8 @@ def test_row_177_a_grid_beyond_32_bits_is_refused() -> None:
         run(page_table, ctx_len, 4, 4, 0, None, None, wide, ctx_len.clone(), ctx_len.clone())
 
 
-def test_every_op_with_cuda_kernels_is_in_the_corpus() -> None:
-    assert set(cuda_ops()) <= set(OPS)
+def test_every_pinned_op_with_cuda_kernels_is_in_the_corpus() -> None:
+    assert set(PINNED) <= set(OPS)
     assert set(WANTED) == {entry.id for entry in ENTRIES} and len(WANTED) == len(ENTRIES)
 
 

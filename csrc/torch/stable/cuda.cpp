@@ -61,6 +61,14 @@ void run(const char* (*launch)(const Args&, void*), const Args& args, const Stab
   run([&](void* stream) { return launch(args, stream); }, tensor);
 }
 
+// `places`: where each argument is among the tensors, -1 where it is absent.
+template <size_t count>
+void place(Tensor* const (&read)[count], const Stables& tensors, const Whole& places) {
+  for (size_t i = 0; i < count; ++i) {
+    *read[i] = places.at(i) < 0 ? Tensor{} : view(tensors.at(places[i]));
+  }
+}
+
 void draft_pages(const Stable& source, const MaybeStable& pool, const Stable& ctx_len, const MaybeStable& valid_from,
                  int64_t window, int64_t page_size, int64_t block_slots, bool slots, const Stable& draft_table,
                  const Stable& draft_len, const Stable& kv_skip) {
@@ -225,8 +233,34 @@ bool commit(const Stables& rows, const Stables& caches, const Whole& owners, con
   return true;
 }
 
-// `places`: where each argument is among the tensors, -1 where it is absent. 0 when it ran, else the bytes of scratch
-// that it needs, or -1 where there are no kernels for the call.
+// 0 when it ran, else the bytes of scratch that it needs, or -1 where there are no kernels for the call.
+int64_t block_attention(const Stables& tensors, const Whole& places, int64_t window, bool by_query, bool block_causal,
+                        double scale, double soft_cap, const Stable& out, const Stable& lse, const Stable& scratch) {
+  BlockAttention a{};
+  Tensor* const read[] = {&a.q,       &a.k_cache,   &a.v_cache,    &a.page_table, &a.ctx_len, &a.block_k,
+                          &a.block_v, &a.block_len, &a.valid_from, &a.k_scale,    &a.v_scale, &a.sink};
+  place(read, tensors, places);
+  a.window = window;
+  a.by_query = by_query;
+  a.block_causal = block_causal;
+  a.scale = static_cast<float>(scale);
+  a.soft_cap = static_cast<float>(soft_cap);
+  a.out = view(out);
+  a.lse = view(lse);
+  int64_t taken = 0;
+  const auto launch = [&](void* stream) -> const char* {
+    const int64_t needed = cuda::block_attention_bytes(a);  // of the device that is current here
+    if (needed < 0 || needed > scratch.numel()) {
+      taken = needed;
+      return nullptr;
+    }
+    return cuda::block_attention(a, scratch.data_ptr(), stream);
+  };
+  run(launch, out);
+  return taken;
+}
+
+// 0 when it ran, else the bytes of scratch that it needs, or -1 where there are no kernels for the call.
 int64_t t1_prep(const Stables& tensors, const Whole& places, const Whole& whole, double eps_e, double eps_m,
                 double offset_e, double offset_m, double embed_scale, const Stables& outputs, const Stable& scratch,
                 const Stable& barrier) {
@@ -235,9 +269,7 @@ int64_t t1_prep(const Stables& tensors, const Whole& places, const Whole& whole,
   Tensor* const read[] = {&p.anchor_ids,  &p.token,      &p.status,     &p.hidden,     &p.embedding,  &p.mask_embed,
                           &p.folded,      &p.first,      &p.up,         &p.norm_e,     &p.norm_m,     &c.hidden,
                           &c.head.weight, &c.head.codes, &c.head.scale, &c.head.bound, &c.head.id_map};
-  for (size_t i = 0; i < std::size(read); ++i) {
-    *read[i] = places.at(i) < 0 ? Tensor{} : view(tensors.at(places[i]));
-  }
+  place(read, tensors, places);
   Tensor* const written[] = {&p.t1, &p.block_ids, &p.block_embeds, &p.certified};
   for (size_t i = 0; i < std::size(written); ++i) {
     *written[i] = view(outputs.at(i));
@@ -293,6 +325,9 @@ STABLE_TORCH_LIBRARY(DMTP_CUDA_LIBRARY, m) {
       "sample_rows(Tensor logits, Tensor temperature, Tensor seed, Tensor position, Tensor? top_k, Tensor? top_p, "
       "int num_valid, int stream, Tensor(a!) token, Tensor(b!) status, Tensor(c!) memory, Tensor(d!) counters) -> ()");
   m.def(
+      "block_attention(Tensor[] tensors, int[] places, int window, bool by_query, bool block_causal, float scale, "
+      "float soft_cap, Tensor(a!) out, Tensor(b!) lse, Tensor(c!) scratch) -> int");
+  m.def(
       "t1_prep(Tensor[] tensors, int[] places, int[] whole, float eps_e, float eps_m, float offset_e, float offset_m, "
       "float embed_scale, Tensor(a!)[] outputs, Tensor(b!) scratch, Tensor(c!) barrier) -> int");
   m.def(
@@ -308,6 +343,7 @@ STABLE_TORCH_LIBRARY_IMPL(DMTP_CUDA_LIBRARY, DMTP_CUDA_KEY, m) {
   m.impl("accept_prefix", TORCH_BOX(&dmtp::accept_prefix));
   m.impl("accept_sampled", TORCH_BOX(&dmtp::accept_sampled));
   m.impl("sample_rows", TORCH_BOX(&dmtp::sample_rows));
+  m.impl("block_attention", TORCH_BOX(&dmtp::block_attention));
   m.impl("t1_prep", TORCH_BOX(&dmtp::t1_prep));
   m.impl("commit", TORCH_BOX(&dmtp::commit));
 }

@@ -125,5 +125,6 @@ BLOCK_ATTENTION = define_op(
         "cpu": "dmtp_kernels.ops.block_attention.cpu:block_attention",
         "flash": "dmtp_kernels.ops.block_attention.flash:block_attention",
         "triton": "dmtp_kernels.ops.block_attention.launch:block_attention",
+        "cuda": "dmtp_kernels.ops.block_attention.cuda:block_attention",
     },
 )
