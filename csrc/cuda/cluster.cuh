@@ -57,13 +57,13 @@ const char* launch_clusters(void (*kernel)(Wanted...), int64_t blocks, int clust
   Type& name = *reinterpret_cast<Type*>(dmtp_dynamic_shared)
 
 // All threads of the cluster's blocks that have not returned; what they wrote to each other's shared memory before is
-// seen behind it. All lanes of a warp come together.
+// seen behind it. Lanes of a warp need not come together.
 #define DMTP_WAIT_FOR_CLUSTER() dmtp::cuda::wait_for_cluster()
 
 __device__ inline void wait_for_cluster() {
 #if DMTP_HAS_CLUSTERS
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #else
   __syncthreads();
 #endif
