@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 from dmtp_kernels import ops
@@ -68,18 +69,32 @@ def compile_triton(variant: Variant, arch: int) -> tuple[str, str, int]:
         attrs={path: [["tt.divisibility", 16]] for name in variant.aligned for path in _paths(variant, name, names)},
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
-    key = f"{triton.__version__} {source.hash()} {arch} {sorted(options.items())}"
+    target = GPUTarget("cuda", arch, 32)
+    key = f"{triton.__version__} {source.hash()} {target} {sorted(options.items())}"
     cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
     path = cache.get_file("ptxas.log")
     printed = io.StringIO()
-    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
+    with _on(target), knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
         knobs.compilation.always_compile = path is None
         knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        compiled = triton.compile(source, target=target, options=options)
     if path is None:
         path = cache.put(printed.getvalue(), "ptxas.log", binary=False)
     with open(path) as file:
         return compiled.asm["ptx"], file.read(), compiled.metadata.shared
+
+
+@contextlib.contextmanager
+def _on(target: Any) -> Iterator[None]:
+    """As on a machine with this GPU: kernels ask the active driver what it is, not the compiler's target."""
+    from triton.runtime import driver
+
+    before = dict(vars(driver))
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    try:
+        yield
+    finally:
+        vars(driver).update(before)
 
 
 def _paths(variant: Variant, name: str, names: Sequence[str]) -> list[tuple[int, ...]]:

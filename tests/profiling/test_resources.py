@@ -36,6 +36,13 @@ def test_a_streaming_kernel_compiles_clean_for_every_architecture(arch: int) -> 
     assert resources.usage(GEMV, arch) == usage
 
 
+def test_kernels_are_compiled_as_on_the_gpu_that_they_ask_for() -> None:
+    # tl.target_info knows the machine's driver alone: branches for newer GPUs would not be compiled where there is none
+    asks = Variant("asks", "tests.testing.kernels:capability_kernel", {"y": "*i32"}, {}, (), num_warps=1)
+    codes = [resources.compile_triton(asks, arch)[0] for arch in resources.ARCHITECTURES]
+    assert ["89;" in code for code in codes] == [False, True, True], codes
+
+
 def test_four_byte_loads_are_caught() -> None:
     # rows that are not known to start at 16 bytes are read an element at a time
     narrow = replace(GEMV, name="narrow", aligned=("w", "h", "y"))

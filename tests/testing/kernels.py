@@ -182,3 +182,11 @@ def ordered_kernel(x):
     """Each program adds what the one before it wrote."""
     i = tl.program_id(0)
     tl.store(x + i + 1, tl.load(x + i) + 1)
+
+
+@triton.jit
+def capability_kernel(y):
+    if tl.target_info.cuda_capability_geq(8, 9):
+        tl.store(y, 89)
+    else:
+        tl.store(y, 80)

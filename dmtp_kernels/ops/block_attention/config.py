@@ -67,13 +67,14 @@ def attention_config(
     if interpreted:
         return AttentionConfig(_power(query_rows), 512, _power(block_rows), 4096, 8192, 4, 1)
     wide = _power(dim)
-    narrow = q_bytes > 2 or (wide > 128 and row_bytes < 2 * dim * q_bytes)
-    # two accumulators of a program must fit the registers; what fp8 rows are converted to takes some of them
+    narrow = q_bytes > 2
+    # two accumulators of a program must fit the registers
     rows = min(_power(query_rows), 32 if narrow else 64 if wide > 128 else 128)
-    # wider tiles spilled: 24 to 64 bytes of narrow ones at D > 128, 260 of 128 query rows on sm_80, 248 where masks
-    # differ by query on sm_100
+    # wider tiles spilled: 24 to 92 bytes of fp32 or fp8 ones at D > 128, 260 of 128 query rows on sm_80, 248 where
+    # masks differ by query on sm_100
     if narrow or wide > 128:
-        keys, stages = (16 if narrow and wide > 128 else 32), 3
+        converted = narrow or row_bytes < 2 * dim * q_bytes
+        keys, stages = (16 if converted and wide > 128 else 32), 3
     else:
         keys, stages = (32, 4) if by_query or rows > 64 else (64, 3)
     warps = 8 if rows * wide >= 32 * 256 else 4

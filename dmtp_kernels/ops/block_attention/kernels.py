@@ -13,17 +13,19 @@ _COUNTS = ["capacity", "pages", "heads", "rows", "slots", "window", "splits", "c
 @triton.jit
 def _decoded(x, FP8: tl.constexpr, KIND: tl.constexpr):
     """Elements of a cache in the dtype of q: those of an fp8 cache come as bytes, `FP8` says of which format."""
+    # a return does not end what is compiled: what must not be compiled stands in an else
     if FP8 is None:
         return x
-    if FP8 == "e5m2":
+    elif FP8 == "e5m2":
         # the upper half of an fp16
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(KIND)
-    if tl.target_info.cuda_capability_geq(8, 9):
+    elif tl.target_info.cuda_capability_geq(8, 9):
         return x.to(tl.float8e4nv, bitcast=True).to(KIND)
-    # exponents of fp16 are 8 larger; the code without infinity has NaN at the top
-    x = x.to(tl.uint16)
-    value = (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
-    return tl.where((x & 0x7F) == 0x7F, float("nan"), value).to(KIND)
+    else:
+        # exponents of fp16 are 8 larger; the code without infinity has NaN at the top
+        x = x.to(tl.uint16)
+        value = (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
+        return tl.where((x & 0x7F) == 0x7F, float("nan"), value).to(KIND)
 
 
 @triton.jit
@@ -63,7 +65,9 @@ def _add_block(
 ):  # fmt: skip
     """The state with the block's rows added; dense_k is None: they are in the cache."""
     own = slot + (rows - slots)  # [M] block row of each query
-    for start in range(0, length, NB):
+    # what the compiler could lift out of this loop and the one over the context does not fit the registers (28 to 96
+    # bytes spilled of 64 rows with fp8 keys at D = 256)
+    for start in tl.range(0, length, NB, disable_licm=True):
         row = start + tl.arange(0, NB)
         if dense_k is None:
             tile_k, tile_v, seen = _context_tile(
@@ -183,7 +187,7 @@ def block_attention_kernel(
             seen = seen[None, :] & ((start + tl.arange(0, N))[None, :] >= (first + slot)[:, None])
             top, total, acc = add_tile(q, tile_k, tile_v, seen, top, total, acc, k_factor, SCALE, CAP, True)
             begin = start + N
-    for start in tl.range(begin, end, N, num_stages=STAGES):
+    for start in tl.range(begin, end, N, num_stages=STAGES, disable_licm=True):
         tile_k, tile_v, seen = _context_tile(
             start, low, end, table, k, k_page, k_row, v, v_page, v_row, pages, d,
             N, D, P, ONE_PAGE, FP8_K, FP8_V, q.dtype,

@@ -228,10 +228,9 @@ TRAFFIC = (
     ),
     _traffic(
         "mtp_fp8_16k",
-        "partial sums of twice the rows; keys and values are asked for twice, by two programs of 32 query rows each",
+        "half the bytes a row, partial sums of twice the rows",
         _batch((16, 2), 256, (16_376,), table_rows=32_768, fp8=True),
         chunk=8192,
-        limit=1.85,
     ),
     _traffic(
         "mtp_4k_alone",
