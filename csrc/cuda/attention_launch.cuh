@@ -52,11 +52,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const _
                            warp / S::kRowWarps * 16,
                            lane};
   summing.run(state);
-  if (tiles == 0) {
-    // copies of q still write; and a state of nothing is there for all
-    DMTP_WAIT_COPIES(0);
-    __syncthreads();
-  }
   if (a.cluster > 1) {
     DMTP_WAIT_FOR_CLUSTER();
   }

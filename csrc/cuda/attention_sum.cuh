@@ -143,6 +143,9 @@ struct Summing {
     }
     // places are there, and sums of nothing
     __syncthreads();
+    if (tiles == 0) {
+      return;
+    }
     copy_queries<S>(a, memory.q, b, head, first_row);
     for (int tile = 0; tile < a.stages - 1; ++tile) {
       send(tile);
