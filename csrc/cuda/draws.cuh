@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "cuda/convert.cuh"
+#include "dmtp/exps.h"
 
 // The draws of dmtp_kernels/ops/sample/philox.py, and the float64 functions they go through. Products and sums round
 // separately, so a GPU and a CPU that runs these sources get the same bits.
@@ -84,29 +85,9 @@ struct Divisor {
   }
 };
 
-// exp(x) to about an ulp, for x <= 0; results below 2^-1021 become 0. The arithmetic of csrc/cpu/exps.h.
+// exp(x) to about an ulp, for x <= 0; results below 2^-1021 become 0.
 __device__ inline double exp_of(double x) {
-  constexpr double kMagic = 0x1.8p52, kLeast = -707.0;
-  constexpr double kLog2e = 0x1.71547652b82fep0, kHigh = 0x1.62e42fefa0000p-1, kLow = 0x1.cf79abc9e3b3ap-40;
-  if (!(x >= kLeast)) {
-    return 0.0;
-  }
-  const double shifted = x * kLog2e + kMagic, whole = shifted - kMagic;
-  const double r = (x - whole * kHigh) - whole * kLow;
-  double s = 1.0 / 6227020800;
-  s = s * r + 1.0 / 479001600;
-  s = s * r + 1.0 / 39916800;
-  s = s * r + 1.0 / 3628800;
-  s = s * r + 1.0 / 362880;
-  s = s * r + 1.0 / 40320;
-  s = s * r + 1.0 / 5040;
-  s = s * r + 1.0 / 720;
-  s = s * r + 1.0 / 120;
-  s = s * r + 1.0 / 24;
-  s = s * r + 1.0 / 6;
-  s = s * r + 0.5;
-  s = s * (r * r) + r + 1.0;
-  return s * bits_as<double>((bits_as<uint64_t>(shifted) + 1023) << 52);
+  return x >= kLeastExponent ? exp_within(x) : 0.0;
 }
 
 // log(x) to about an ulp, for x > 0 and finite; 0 gives -inf. With m in [sqrt 1/2, sqrt 2) and f = m - 1:
