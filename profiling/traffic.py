@@ -14,9 +14,9 @@ The figure proves what the kernel asks for, not what a cache serves; see README.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pkgutil
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,20 +30,11 @@ from dmtp_kernels.ops._device import planned_for
 from dmtp_kernels.ops._spec import Traffic
 from dmtp_kernels.ops._variant import Variant
 from dmtp_kernels.testing.watch import Access, Launch, watch
+from profiling import cuda_traffic
 from profiling.command import Parser, command
 from profiling.launched import closest
 from profiling.resources import variants
-from profiling.table import table
-
-SECTOR = 32
-PROCESSORS = 132
-"""Multiprocessors of an H100 or H200, which launches are planned for."""
-CACHED = 16 << 20
-"""Bytes up to which a tensor counts as held by the L2 cache."""
-RULE = """\
-floor: what must move, each byte once. moved: every access. bytes: the 32-byte sectors of a tensor of at most 16 MiB at
-full size count once a launch (they stay in the L2 cache); of a larger one every access, and each sector at least once
-a program."""
+from profiling.traffic_rows import CACHED, PROCESSORS, SECTOR, Row, report
 
 
 @dataclass
@@ -121,31 +112,6 @@ class Counter:
         return Stream(full <= CACHED, first, np.full((tensor.data_ptr() + span) // SECTOR + 1 - first, -1, np.int64))
 
 
-@dataclass(frozen=True)
-class Row:
-    """One kernel of one case. `floor` and `ratio` are None where the floor depends on data.
-
-    `variant` names what `profiling.resources` compiled for these launches; None and `differs` say that it did not.
-    """
-
-    op: str
-    kernel: str
-    case: str
-    bytes: int
-    floor: int | None
-    ratio: float | None
-    moved: int
-    launches: int
-    limit: float
-    tensors: dict[str, int]
-    variant: str | None
-    differs: list[str]
-
-    @property
-    def within(self) -> bool:
-        return self.ratio is None or self.ratio <= self.limit
-
-
 def measure(traffic: Traffic, run: Callable[..., object], variants: Sequence[Variant] = ()) -> list[Row]:
     """Count the kernels that `run(*inputs)` launches on the inputs of `traffic.case`, and find them among `variants`.
 
@@ -176,6 +142,7 @@ def measure(traffic: Traffic, run: Callable[..., object], variants: Sequence[Var
         rows.append(
             Row(
                 op=traffic.op,
+                backend="triton",
                 kernel=kernel,
                 case=traffic.case.name,
                 bytes=count,
@@ -200,52 +167,18 @@ def cases(op: str | None = None) -> Iterator[Traffic]:
             yield from (t for t in getattr(spec, "TRAFFIC", ()) if op in (None, t.op))
 
 
-def run_op(name: str) -> Callable[..., object]:
-    """The op on its Triton backend, called with inputs in schema order."""
+def run_op(name: str, backend: str = "triton") -> Callable[..., object]:
+    """The op on one backend, called with inputs in schema order."""
     op = _library._OPS[name]
     arguments = op.functional._schema.arguments
     positional = sum(not a.kwarg_only for a in arguments)
 
     def run(*inputs: Any) -> object:
         keywords = {a.name: v for a, v in zip(arguments[positional:], inputs[positional:], strict=True)}
-        with use_backend("triton"):
+        with use_backend(backend, name):
             return op.functional(*inputs[:positional], **keywords)
 
     return run
-
-
-def report(rows: Sequence[Row], as_json: bool) -> int:
-    """Print the rows; 1 when one exceeds its limit."""
-    if as_json:
-        print(json.dumps([vars(row) for row in rows], indent=1))
-    else:
-        headers = ("op", "case", "kernel", "launches", "moved", "bytes", "floor", "ratio", "limit", "")
-        print(
-            table(
-                headers,
-                [
-                    (
-                        r.op,
-                        r.case,
-                        r.kernel,
-                        r.launches,
-                        r.moved,
-                        r.bytes,
-                        r.floor,
-                        r.ratio,
-                        r.limit,
-                        "" if r.within else "EXCEEDED",
-                    )
-                    for r in rows
-                ],
-            )
-        )
-        print(RULE)
-        for r in rows:
-            if r.variant is None:
-                remark = "; ".join(r.differs) or "no variant of this kernel"
-                print(f"{r.case}, {r.kernel}: not as profiling.resources compiles it: {remark}")
-    return 0 if all(row.within for row in rows) else 1
 
 
 @command("profiling.traffic")
@@ -253,12 +186,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 1 when a ratio exceeds its limit, 2 when there is nothing to measure."""
     parser = Parser(prog="python -m profiling.traffic", description=__doc__.partition("\n")[0])
     parser.add_argument("--op", help="one op, e.g. lm_head_select; default all")
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton", help="default %(default)s")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)
     found = list(cases(options.op))
     if not found:
         known = ", ".join(sorted({t.op for t in cases()}))
         parser.error(f"--op: is {options.op}, must be an op with traffic cases: {known}")
+    if options.backend == "cuda":
+        counted = [t for t in found if t.cuda is not None]
+        if not counted:
+            known = ", ".join(sorted({t.op for t in cases() if t.cuda is not None}))
+            parser.error(f"--op: is {options.op}, must be an op whose CUDA kernels record all they access: {known}")
+        if shutil.which("g++") is None:
+            parser.error("--backend: is cuda, there is no g++ on PATH to compile the sources for the CPU")
+        left = sorted({t.op for t in found} - {t.op for t in counted})
+        if left:
+            print(f"not counted, no CUDA kernels that record all they access: {', '.join(left)}", file=sys.stderr)
+        return report([r for t in counted for r in cuda_traffic.measure(t, run_op(t.op, "cuda"))], options.json)
     from dmtp_kernels.testing import interpreter
 
     interpreter.install()

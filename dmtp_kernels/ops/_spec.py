@@ -36,6 +36,23 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class CudaTraffic:
+    """What an op's CUDA kernels must move in a case of `Traffic`; all their accesses to global memory are recorded.
+
+    Attributes:
+        kernels: as in `Traffic`, in the order of their launches, each launched once.
+        scaled: arguments of the op whose full size is `Traffic.scale` times theirs; all other tensors have full size.
+        scratch: `scratch(*inputs)`: bytes of each tensor that the kernels keep in scratch memory, in their order there.
+        limit: the greatest ratio of bytes to floor.
+    """
+
+    kernels: Mapping[str, Callable[..., int] | None]
+    scaled: tuple[str, ...] = ()
+    scratch: Callable[..., Mapping[str, int]] | None = None
+    limit: float = 1.05
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What the kernels of one op must move at one of its large shapes; `python -m profiling.traffic` measures them.
 
@@ -49,6 +66,7 @@ class Traffic:
             counts as held by the L2 cache.
         unscaled: kernel arguments whose size does not grow with the vocabulary.
         limit: the greatest ratio of bytes to floor.
+        cuda: the same of the CUDA kernels; None where there are none, or some do not record what they access.
     """
 
     op: str
@@ -57,6 +75,7 @@ class Traffic:
     scale: float = 1.0
     unscaled: tuple[str, ...] = ()
     limit: float = 1.05
+    cuda: CudaTraffic | None = None
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:

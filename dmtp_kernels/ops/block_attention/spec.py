@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dmtp_kernels.ops._spec import Case, Spec, Traffic, nbytes
+from dmtp_kernels.ops._spec import Case, CudaTraffic, Spec, Traffic, nbytes
 
 
 def _case(
@@ -189,19 +190,42 @@ def _split_floors(chunk: int) -> dict[str, Any]:
     def combine(*args: Any) -> int:
         per_request = args[0][0]
         parts = sum(-(-n // chunk) for n in args[4].tolist() if n > chunk)
-        return outputs(*args) + parts * 4 * (per_request.numel() + 2 * per_request[..., 0].numel())
+        lengths = (
+            -(-nbytes(args[4]) // 32) * 32
+        )  # memory comes in sectors; that is all where no request has partial sums
+        return outputs(*args) + lengths + parts * 4 * (per_request.numel() + 2 * per_request[..., 0].numel())
 
     return {"block_attention_kernel": attend, "block_attention_combine_kernel": combine}
 
 
-def _traffic(name: str, why: str, make: Any, *, chunk: int | None = None, limit: float = 1.05) -> Traffic:
-    kernels = {"block_attention_kernel": _floor_bytes} if chunk is None else _split_floors(chunk)
+def _partials(chunk: int) -> Callable[..., dict[str, int]]:
+    """Where the CUDA kernels keep partial sums, for as many chunks as a table has."""
+
+    def sizes(*args: Any) -> dict[str, int]:
+        q, k_cache, table = args[0], args[1], args[3]
+        rows = q[..., 0].numel() * -(-table.shape[1] * k_cache.shape[1] // chunk)
+        return {"sums": 4 * rows * q.shape[3], "totals": 4 * rows, "tops": 4 * rows}
+
+    return sizes
+
+
+def _traffic(
+    name: str, why: str, make: Any, *, chunk: int | None = None, cuda_chunk: int | None = None, limit: float = 1.05
+) -> Traffic:
+    """`chunk`: context rows of a partial sum, `cuda_chunk` where the CUDA kernels' are others; None: there are none."""
+
+    def floors(chunk: int | None) -> dict[str, Any]:
+        return {"block_attention_kernel": _floor_bytes} if chunk is None else _split_floors(chunk)
+
     # the cache of many such histories is larger than any L2 cache; all other tensors have their full size
     full = (
         "q_ptr table_ptr ctx_ptr valid_ptr length_ptr block_k_ptr block_v_ptr k_scale_ptr v_scale_ptr sink_ptr out_ptr "
         "lse_ptr acc_ptr total_ptr top_ptr"
     )
-    return Traffic("block_attention", Case(name, why, make), kernels, 64.0, tuple(full.split()), limit)
+    cuda_chunk = cuda_chunk or chunk
+    scratch = None if cuda_chunk is None else _partials(cuda_chunk)
+    cuda = CudaTraffic(floors(cuda_chunk), ("k_cache", "v_cache"), scratch)
+    return Traffic("block_attention", Case(name, why, make), floors(chunk), 64.0, tuple(full.split()), limit, cuda)
 
 
 TRAFFIC = (
@@ -234,9 +258,11 @@ TRAFFIC = (
     ),
     _traffic(
         "mtp_4k_alone",
-        "one request: partial sums of 512 rows each, an eighth of its keys and values, to have programs for the device",
+        "one request: partial sums of 512 rows each, an eighth of its keys and values, to have programs for the "
+        "device; CUDA's stay in a cluster",
         _batch((16, 2), 256, (4000,), batch=1, table_rows=8192),
         chunk=512,
+        cuda_chunk=4096,
         limit=1.15,
     ),
 )
