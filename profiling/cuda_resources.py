@@ -1,7 +1,8 @@
 """Registers, spills and shared memory of the kernels of csrc/cuda, for `profiling.resources`.
 
 Each source is compiled by nvcc as CMakeLists.txt has it compiled, to a cubin: no GPU and no driver are needed. "load
-bits" is the widest global load of a kernel, since one struct carries all of its pointers.
+bits" is the widest global load of a kernel, since one struct carries all of its pointers; "shared" what it declares,
+without what a launch asks for besides.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def _plain(name: str) -> str:
     """A mangled kernel's name with its template arguments, without namespaces and parameters."""
     if shutil.which("c++filt"):
         name = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
-    found = re.search(r"\w+_kernel(<.*?>(?=\())?", name.replace("(anonymous namespace)::", ""))
+    name = name.replace("(anonymous namespace)::", "").replace("dmtp::cuda::", "")
+    found = re.search(r"\w+_kernel(<.*?>(?=\())?", name)
     return found[0] if found else name
 
 
