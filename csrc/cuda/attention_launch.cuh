@@ -38,19 +38,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const _
     own.totals[i] = 0;
   }
   WarpState<S> state;
-  const Summing<S> summing{a,
-                           own,
-                           b,
-                           head,
-                           chunk,
-                           first_row,
-                           request,
-                           span,
-                           block_tiles,
-                           tiles,
-                           warp % S::kRowWarps * 16,
-                           warp / S::kRowWarps * 16,
-                           lane};
+  const int warp_row = warp % S::kRowWarps * 16, warp_key = warp / S::kRowWarps * 16;
+  const Summing<S> summing{a, own, b, head, first_row, request, span, block_tiles, tiles, warp_row, warp_key, lane};
   summing.run(state);
   if (a.cluster > 1) {
     DMTP_WAIT_FOR_CLUSTER();

@@ -11,7 +11,7 @@ struct Summing {
   const AttentionLaunch& a;
   AttentionMemory<S> memory;
   int64_t b;
-  int head, chunk, first_row;  // of the query rows
+  int head, first_row;  // of the query rows
   Request request;
   Span span;
   int block_tiles, tiles;  // those of the block's rows come first
@@ -136,10 +136,8 @@ struct Summing {
     };
     const float k_factor = scale(c.k_scale), v_factor = scale(c.v_scale);
     const bool finds = threadIdx.x < S::kKeys;
-    for (int tile = 0; tile < a.stages && tile < tiles; ++tile) {
-      if (finds) {
-        places_of(tile)[threadIdx.x] = find(tile);
-      }
+    for (int tile = 0; finds && tile < a.stages && tile < tiles; ++tile) {
+      places_of(tile)[threadIdx.x] = find(tile);
     }
     // places are there, and sums of nothing
     __syncthreads();

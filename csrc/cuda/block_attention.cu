@@ -60,7 +60,7 @@ bool takes(const BlockAttention& c) {
 // Rows of a part: eight of them leave partial sums, written and read in fp32, of some 3 % of their keys and values.
 int64_t part_of(const AttentionLaunch& a, int64_t row_bytes) {
   int64_t part = 512;
-  while (part * row_bytes < static_cast<int64_t>(a.query_rows) * a.dim * 30) {
+  while (part < kMostRows / 16 && part * row_bytes < static_cast<int64_t>(a.query_rows) * a.dim * 30) {
     part *= 2;
   }
   return part;
