@@ -26,18 +26,18 @@ class Fence:
         for page in (start, start + _PAGE + inner):
             if _mprotect(page, _PAGE, 0) != 0:
                 raise OSError(ctypes.get_errno(), "mprotect")
-        self._first = inner - size if at_end else 0
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8, count=inner, offset=_PAGE)
-        self._guards = torch.arange(inner) % 251 + 1
-        self._bytes.copy_(self._guards)
-        self.inside = self._bytes[self._first : self._first + size]
+        whole = torch.frombuffer(self._map, dtype=torch.uint8, count=inner, offset=_PAGE)
+        first = inner - size if at_end else 0
+        self.inside = whole[first : first + size]
+        self._outside, self._start = (whole[:first], -first) if at_end else (whole[size:], size)
+        self._guards = (torch.arange(40, 40 + inner - size) % 251 + 1).to(torch.uint8)
+        self._outside.copy_(self._guards)
 
     def check(self) -> None:
         """Raises AssertionError where a guard byte changed."""
-        changed = self._bytes != self._guards
-        changed[self._first : self._first + len(self.inside)] = False
+        changed = self._outside != self._guards
         if changed.any():
-            first = int(changed.nonzero()[0]) - self._first
+            first = int(changed.nonzero()[0]) + self._start
             raise AssertionError(f"{int(changed.sum())} bytes outside were written, the first at {first}")
 
 
