@@ -25,7 +25,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const _
   if (chunk > 0 && whole.begin >= whole.end) {
     return;
   }
-  const Span span = a.cluster > 1 ? span_of<S::kKeys>(request, first + rank * a.part, a.part) : whole;
+  // a context of one part is the first block's: the others leave
+  const int cluster = request.ctx - request.base > a.part ? a.cluster : 1;
+  if (rank >= cluster) {
+    return;
+  }
+  const Span span = cluster > 1 ? span_of<S::kKeys>(request, first + rank * a.part, a.part) : whole;
   const int block_tiles = chunk == 0 && rank == 0 ? (request.length + S::kKeys - 1) / S::kKeys : 0;
   const int tiles = block_tiles + (span.begin < span.end ? (span.end - span.begin + S::kKeys - 1) / S::kKeys : 0);
   const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -39,13 +44,14 @@ __global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const _
   }
   WarpState<S> state;
   const int warp_row = warp % S::kRowWarps * 16, warp_key = warp / S::kRowWarps * 16;
-  const Summing<S> summing{a, own, b, head, first_row, request, span, block_tiles, tiles, warp_row, warp_key, lane};
+  const Summing<S> summing{a,           own,   b,       head,     first_row, request, span,
+                           block_tiles, tiles, cluster, warp_row, warp_key,  lane};
   summing.run(state);
-  if (a.cluster > 1) {
+  if (cluster > 1) {
     DMTP_WAIT_FOR_CLUSTER();
   }
   const bool alone = request.ctx - request.base <= rows;
-  const int share = S::kRows / a.cluster;
+  const int share = S::kRows / cluster;
   constexpr int kFours = S::kDim / 4;
   for (int i = static_cast<int>(threadIdx.x); i < share * kFours; i += S::kThreads) {
     const int row = rank * share + i / kFours, column = i % kFours * 4, number = first_row + row;
@@ -53,9 +59,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const _
       continue;
     }
     State sum;
-    for (int other = 0; other < a.cluster; ++other) {
-      for (int g = 0; g < (a.cluster > 1 ? S::kKeyWarps : 1); ++g) {
-        const auto there = [&](float* mine) { return a.cluster > 1 ? of_block(mine, other) : mine; };
+    for (int other = 0; other < cluster; ++other) {
+      for (int g = 0; g < (cluster > 1 ? S::kKeyWarps : 1); ++g) {
+        const auto there = [&](float* mine) { return cluster > 1 ? of_block(mine, other) : mine; };
         const float top = *there(own.tops + g * S::kRows + row);
         // one of no key was not written
         if (top != kNone) {
@@ -70,18 +76,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) block_attention_kernel(const _
       leave(a, partial_row(a, b, head, chunk, number), column, sum);
     }
   }
-  if (a.cluster > 1) {
+  if (cluster > 1) {
     // nobody leaves while others read what it has summed
     DMTP_WAIT_FOR_CLUSTER();
   }
-}
-
-// Blocks of one cluster for each chunk, where the chunks are too few for the device: not measured. A wide table may
-// hold short histories, so no more than two chunks a request are counted on.
-inline int cluster_for(const AttentionLaunch& a) {
-  const int64_t blocks = a.batch * a.heads * a.tiles * std::min(a.chunks, 2);
-  const bool parts = a.capacity > a.part && (a.window < 0 || a.window > a.part);
-  return parts && most_cluster() >= kParts && blocks < processors() * 3 / 4 ? kParts : 1;
 }
 
 template <class S>
@@ -91,21 +89,22 @@ int stages_of() {
 }
 
 template <class S>
-bool fits() {
-  return stages_of<S>() >= 2;
-}
-
-template <class S>
 const char* launch_shape(AttentionLaunch a, void* stream) {
+  constexpr auto kKernel = block_attention_kernel<S>;
   a.tiles = (a.query_rows + S::kRows - 1) / S::kRows;
   a.stages = stages_of<S>();
-  a.cluster = cluster_for(a);
+  const int64_t shared = S::kFixedBytes + int64_t{a.stages} * S::kStageBytes;
+  // clusters where blocks of whole chunks are too few for the device: not measured. A wide table may hold short
+  // histories, so no more than two chunks a request are counted on.
+  const int64_t blocks = a.batch * a.heads * a.tiles * std::min(a.chunks, 2);
+  const bool parts = a.capacity > a.part && (a.window < 0 || a.window > a.part);
+  const bool few = parts && blocks < processors() * 3 / 4;
+  a.cluster = few && most_cluster<kKernel>(S::kThreads, shared) >= kParts ? kParts : 1;
   const int64_t each = int64_t{a.chunks} * a.heads * a.tiles * a.cluster;
   if (a.batch > kMostBlocks / each) {
     return kTooManyBlocks;
   }
-  const int64_t shared = S::kFixedBytes + int64_t{a.stages} * S::kStageBytes;
-  return launch_clusters(block_attention_kernel<S>, a.batch * each, a.cluster, S::kThreads, shared, stream, a);
+  return launch_clusters(kKernel, a.batch * each, a.cluster, S::kThreads, shared, stream, a);
 }
 
 // Calls `each` with the shape for a call; false where none fits the device.

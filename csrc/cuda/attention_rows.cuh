@@ -151,10 +151,11 @@ __device__ void widen_tile(char* to, const char* codes, DType dtype) {
   for (int i = static_cast<int>(threadIdx.x); i < S::kKeys * kPieces; i += S::kThreads) {
     const int row = i / kPieces, piece = i % kPieces;
     const uint4 raw = reinterpret_cast<const uint4*>(codes)[i];
-    const uint32_t words[] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t a = words[2 * half], b = words[2 * half + 1];
+    for (int turn = 0; turn < 2; ++turn) {
+      // every other four lanes begin with the second half: eight of them are in all banks
+      const int half = turn ^ (piece / 4 % 2);
+      const uint32_t a = half == 0 ? raw.x : raw.z, b = half == 0 ? raw.y : raw.w;
       typename S::Kind kind;
       *reinterpret_cast<uint4*>(piece_of<S>(to, row, 2 * piece + half)) = {
           widened(kind, dtype, a & 0xffff), widened(kind, dtype, a >> 16), widened(kind, dtype, b & 0xffff),

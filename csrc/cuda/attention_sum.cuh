@@ -15,6 +15,7 @@ struct Summing {
   Request request;
   Span span;
   int block_tiles, tiles;  // those of the block's rows come first
+  int cluster;             // blocks that share the chunk
   int warp_row, warp_key, lane;
 
   __device__ Keys keys_of(int tile) const {
@@ -113,7 +114,7 @@ struct Summing {
   __device__ void close(WarpState<S>& state, bool block, bool last, float v_factor) const {
     state.close(block && given(a.call.block_k) ? 1.0f : v_factor);
     const int own = warp_key / 16;
-    const bool apart = last && !block && a.cluster > 1;
+    const bool apart = last && !block && cluster > 1;
     if (apart) {
       // sums lie where others read tiles
       __syncthreads();

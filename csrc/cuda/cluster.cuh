@@ -21,7 +21,8 @@ T* of_block(T* mine, int rank) {
   return static_cast<T*>(host::of_block(mine, rank));
 }
 
-inline int most_cluster() {
+template <auto kKernel>
+int most_cluster(int, int64_t) {
   return host::kMostCluster;
 }
 
@@ -110,23 +111,6 @@ int asked_once(Ask ask) {
   return known[device];
 }
 
-// The most blocks that a cluster of a kernel of this file has: one too where it runs as the code of an older
-// generation.
-inline int most_cluster() {
-  return asked_once([] {
-    const int own =
-        100 * device_has(cudaDevAttrComputeCapabilityMajor) + 10 * device_has(cudaDevAttrComputeCapabilityMinor);
-#ifdef __CUDA_ARCH_LIST__
-    for (const int compiled : {__CUDA_ARCH_LIST__}) {
-      if (compiled == own && own >= 900 && device_has(cudaDevAttrClusterLaunch) != 0) {
-        return 8;
-      }
-    }
-#endif
-    return 1;
-  });
-}
-
 // Bytes of shared memory that a block may ask for, static variables among them.
 inline int64_t shared_limit() {
   return asked_once([] { return device_has(cudaDevAttrMaxSharedMemoryPerBlockOptin); });
@@ -134,6 +118,55 @@ inline int64_t shared_limit() {
 
 inline int processors() {
   return asked_once([] { return device_has(cudaDevAttrMultiProcessorCount); });
+}
+
+// Lets a kernel have this much dynamic shared memory.
+inline cudaError_t allow_shared(const void* kernel, const cudaFuncAttributes& has, int64_t bytes) {
+  if (bytes <= has.maxDynamicSharedSizeBytes) {
+    return cudaSuccess;
+  }
+  // always the same number: another thread may launch the kernel with less
+  const int64_t most = shared_limit() - static_cast<int64_t>(has.sharedSizeBytes);
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
+}
+
+// A launch by clusters of as many blocks as `how` is given.
+inline cudaLaunchConfig_t clustered(cudaLaunchAttribute& how, int64_t blocks, int cluster, int threads,
+                                    int64_t shared_bytes, void* stream) {
+  how = {};
+  how.id = cudaLaunchAttributeClusterDimension;
+  how.val.clusterDim.x = static_cast<unsigned>(cluster);
+  how.val.clusterDim.y = how.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &how;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return config;
+}
+
+// The most blocks that a cluster of the kernel has: one too where the device runs it as code of an older generation,
+// compiled from its PTX, or where no eight of its blocks are ever there at once (a slice of a device).
+template <auto kKernel>
+int most_cluster(int threads, int64_t shared_bytes) {
+  return asked_once([=] {
+    constexpr int kMost = 8;
+    const auto* function = reinterpret_cast<const void*>(kKernel);
+    cudaFuncAttributes has{};
+    cudaLaunchAttribute how;
+    const cudaLaunchConfig_t config = clustered(how, kMost, kMost, threads, shared_bytes, nullptr);
+    int fit = 0;
+    const bool asked = cudaFuncGetAttributes(&has, function) == cudaSuccess && has.ptxVersion >= 90 &&
+                       device_has(cudaDevAttrClusterLaunch) != 0 &&
+                       allow_shared(function, has, shared_bytes) == cudaSuccess &&
+                       cudaOccupancyMaxActiveClusters(&fit, kKernel, &config) == cudaSuccess;
+    if (!asked) {
+      cudaGetLastError();  // or the next one to look would find it
+    }
+    return asked && fit > 0 ? kMost : 1;
+  });
 }
 
 // `blocks` is a multiple of `cluster`. Null, or what the runtime says of the launch.
@@ -146,25 +179,12 @@ const char* launch_clusters(void (*kernel)(Wanted...), int64_t blocks, int clust
   const auto* function = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes has{};
   cudaError_t error = cudaFuncGetAttributes(&has, function);
-  if (error == cudaSuccess && shared_bytes > has.maxDynamicSharedSizeBytes) {
-    // always the same number: another thread may launch the kernel with less
-    const int64_t most = shared_limit() - static_cast<int64_t>(has.sharedSizeBytes);
-    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most));
-  }
+  error = error == cudaSuccess ? allow_shared(function, has, shared_bytes) : error;
   if (error != cudaSuccess) {
     return cudaGetErrorString(error);
   }
-  cudaLaunchAttribute how{};
-  how.id = cudaLaunchAttributeClusterDimension;
-  how.val.clusterDim.x = static_cast<unsigned>(cluster);
-  how.val.clusterDim.y = how.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &how;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute how;
+  const cudaLaunchConfig_t config = clustered(how, blocks, cluster, threads, shared_bytes, stream);
   error = cudaLaunchKernelEx(&config, kernel, arguments...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -40,7 +40,7 @@ __global__ void cluster_kernel(const int* in, int* out) {
   DMTP_DYNAMIC_SHARED(Values, s);
   DMTP_SHARED(Values, written);
   const int i = static_cast<int>(threadIdx.x), n = static_cast<int>(blockDim.x);
-  const int rank = dmtp::cuda::cluster_rank(), blocks = dmtp::cuda::most_cluster(), at = blockIdx.x * n + i;
+  const int rank = dmtp::cuda::cluster_rank(), blocks = dmtp::host::kMostCluster, at = blockIdx.x * n + i;
   s.of[i] = in[at];
   DMTP_WAIT_FOR_CLUSTER();
   const Values* second = dmtp::cuda::of_block(&s, (rank + 2) % blocks);
@@ -59,7 +59,7 @@ __global__ void stragglers_kernel(int* out, bool late) {
     return;
   }
   s.of[i] = 10 * rank + i;
-  if (late && rank + 1 == dmtp::cuda::most_cluster() && i == 0) {
+  if (late && rank + 1 == dmtp::host::kMostCluster && i == 0) {
     __syncthreads();
   } else {
     DMTP_WAIT_FOR_CLUSTER();

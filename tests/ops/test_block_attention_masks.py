@@ -185,3 +185,13 @@ def test_row_070_positions_stay_absolute() -> None:
     pages = draft_page_table(table, ctx_len, window=window, page_size=page_size)
     short = attend(q, k, v, pages.draft_table, pages.draft_len, valid_from=pages.kv_skip, **block)
     torch.testing.assert_close(short.out, full.out)
+
+
+def test_an_infinite_query_meets_no_unread_row_under_a_soft_cap() -> None:
+    k, v, table = marked(9, 16)
+    q = torch.zeros(1, SLOTS, 1, 2)
+    q[0, 3, 0, 1] = float("-inf")  # its scores are -cap, those of the others 0: all keys weigh the same
+    got = attend(q, k, v, table, torch.tensor([9]), soft_cap=2.0)
+    mask = visible(9, SLOTS, SLOTS)
+    got.lse[0, 3] += 2.0
+    assert_sees(got, mask)

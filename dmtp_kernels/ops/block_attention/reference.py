@@ -172,9 +172,8 @@ class _Online:
         seen = mask[:, None, None]  # [B, 1, 1, S or 1, n]
         self.seen |= mask.any(dim=2)[:, None, None]
 
-        # in the scores' dtype: a bare 0.0 would take torch's default one
-        unseen = scores.new_zeros(seen.shape).masked_fill_(~seen, _NEG_INF)
-        masked = scores.masked_fill(~seen, _NEG_INF) if ragged else scores + unseen
+        # never a sum with -inf: an infinite q times an unread row's zeros is NaN
+        masked = scores.masked_fill(~seen, _NEG_INF)
         top = torch.maximum(self.top, masked.amax(dim=-1))  # [B, Hkv, G, S]
         shift = top.masked_fill(top == _NEG_INF, 0)
         # masked scores are finite here and cut after exp, whose CPU form is 30 times slower on -inf
