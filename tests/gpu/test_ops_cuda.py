@@ -54,8 +54,9 @@ def run(spec: Spec, inputs: tuple[Any, ...], outputs: list[torch.Tensor] | None 
 def same(spec: Spec, got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     for g, w in zip(got, want, strict=True):
         rtol = atol = 0.0 if spec.exact or not w.is_floating_point() else None
-        if atol is None and w.element_size() == 2 and w.numel() > 0:
-            # softmax weights are rounded to 16 bits: an ulp of the largest output, however small the others are
+        if spec.op == "block_attention" and w.element_size() == 2 and w.numel() > 0:
+            # softmax weights are rounded to 16 bits: an ulp of the largest output, however small the others are; a
+            # relative bound refused right results near zero (1.8e-3 off), the budget of tolerance.py allows more
             rtol, atol = 0.0, ulp(float(w.abs().max()), w.dtype)
         torch.testing.assert_close(g.cpu(), w.cpu(), equal_nan=True, rtol=rtol, atol=atol)
 
