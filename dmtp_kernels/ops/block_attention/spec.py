@@ -190,9 +190,8 @@ def _split_floors(chunk: int) -> dict[str, Any]:
     def combine(*args: Any) -> int:
         per_request = args[0][0]
         parts = sum(-(-n // chunk) for n in args[4].tolist() if n > chunk)
-        lengths = (
-            -(-nbytes(args[4]) // 32) * 32
-        )  # memory comes in sectors; that is all where no request has partial sums
+        # all that is read where no request has partial sums, in whole sectors
+        lengths = -(-nbytes(args[4]) // 32) * 32
         return outputs(*args) + lengths + parts * 4 * (per_request.numel() + 2 * per_request[..., 0].numel())
 
     return {"block_attention_kernel": attend, "block_attention_combine_kernel": combine}
